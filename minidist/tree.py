@@ -1,0 +1,148 @@
+"""Trees: few steps, so the fast way for small messages, where each step costs more than the bytes.
+
+Binomial tree over 8 ranks: in step k, everyone who has the message passes it on 8/2^k places.
+
+    0 ----------------------> 4         broadcast   down the tree, from the root
+    0 ----------> 2           4 --> 6   reduce      up the tree, adding on the way
+    0 --> 1       2 --> 3     4 --> 5   6 --> 7
+
+Recursive doubling: in step k, ranks that differ in bit k exchange all they have and both add, so
+that after log2 p steps everyone holds the sum of all.
+
+    price        steps (at the root)   bytes sent by the busiest rank      (S: the vector's bytes)
+    naive        2(p-1)                (p-1) S
+    tree         2 ceil(log2 p)        ceil(log2 p) S
+    doubling     log2 p                log2(p) S
+
+Lesson: mpirun -n 4 python -m lessons.ring
+Paper:  Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH"
+"""
+from functools import cache
+
+import numpy as np
+
+
+# --- Everybody talks to the root: the baseline that all others are measured against. ---
+
+def naive_reduce(x, comm, root=0, op=np.add):
+    """Sum in place on root, which receives p-1 vectors one after the other.  [n]"""
+    if comm.rank != root:
+        comm.send(x, root)
+        return
+    incoming = comm.scratch(x.size, x.dtype)
+    for rank in others(comm, root):
+        op(x, comm.recv(incoming, source=rank), out=x)
+
+
+def naive_broadcast(x, comm, root=0):
+    """Fill x from the root, which sends it p-1 times.  [n]"""
+    if comm.rank != root:
+        comm.recv(x, source=root)
+        return
+    for rank in others(comm, root):
+        comm.send(x, rank)
+
+
+def naive_all_reduce(x, comm, op=np.add):
+    """Sum in place: all to rank 0, and back.  [n]"""
+    naive_reduce(x, comm, 0, op)
+    naive_broadcast(x, comm, 0)
+
+
+def others(comm, root):
+    """List all ranks but the root."""
+    return [rank for rank in range(comm.size) if rank != root]
+
+
+# --- Binomial tree: the tree's shape is in the bits of a rank, counted from the root. ---
+
+def broadcast(x, comm, root=0):
+    """Fill x from the root, down a binomial tree.  [n]
+
+    Collective: every rank calls."""
+    place, bit = place_in_tree(comm, root)
+    if place:
+        comm.recv(x, source=(comm.rank - bit) % comm.size)
+    while bit > 1:
+        bit //= 2
+        if place + bit < comm.size:
+            comm.send(x, (comm.rank + bit) % comm.size)
+
+
+def reduce(x, comm, root=0, op=np.add):
+    """Sum in place on root, up a binomial tree; elsewhere x ends as a partial sum.  [n]
+
+    Collective: every rank calls."""
+    place, top = place_in_tree(comm, root)
+    incoming = comm.scratch(x.size, x.dtype)
+    bit = 1
+    while bit < top:
+        if place + bit < comm.size:
+            op(x, comm.recv(incoming, source=(comm.rank + bit) % comm.size), out=x)
+        bit *= 2
+    if place:
+        comm.send(x, (comm.rank - top) % comm.size)
+
+
+def all_reduce(x, comm, op=np.add):
+    """Sum in place: up a binomial tree to rank 0, and down again.  [n]"""
+    reduce(x, comm, 0, op)
+    broadcast(x, comm, 0)
+
+
+def place_in_tree(comm, root):
+    """My place counted from the root, and its lowest set bit: the distance to my parent.
+
+    The root has none; its bit is the first power of two that reaches p."""
+    place = (comm.rank - root) % comm.size
+    bit = place & -place if place else 1 << (comm.size - 1).bit_length()
+    return place, bit
+
+
+# --- Recursive doubling: everybody works in every step. ---
+
+def recursive_doubling(x, comm, op=np.add):
+    """Sum in place over ranks, exchanging the whole vector with one partner per bit.  [n]
+
+    Collective: every rank calls.  Partners add the same two numbers, so all ranks agree bitwise."""
+    incoming = comm.scratch(x.size, x.dtype)
+    fold(x, comm, op, incoming)
+    team = power_of_two_team(comm.size)
+    if comm.rank in team:
+        place = team.index(comm.rank)
+        for bit in bits(len(team)):
+            partner = team[place ^ bit]
+            op(x, comm.sendrecv(x, partner, into=incoming, source=partner), out=x)
+    unfold(x, comm)
+
+
+def bits(size):
+    """List 1, 2, 4, ... below size."""
+    return [1 << k for k in range((size - 1).bit_length())]
+
+
+@cache
+def power_of_two_team(size):
+    """The ranks that do the work where a power of two is needed; the others are folded in.
+
+    Of 6 ranks, 0 gives its vector to 1 and 2 to 3: the team is 1, 3, 4, 5."""
+    extra = size - (1 << size.bit_length() - 1)
+    return (*range(1, 2 * extra, 2), *range(2 * extra, size))
+
+
+def fold(x, comm, op, incoming):
+    """Add the vectors of the ranks outside the team to their right neighbour's.  [n]"""
+    team = power_of_two_team(comm.size)
+    if comm.rank not in team:
+        comm.send(x, comm.rank + 1)
+    elif comm.rank - 1 not in team and comm.rank > 0:
+        op(x, comm.recv(incoming, source=comm.rank - 1), out=x)
+
+
+def unfold(x, comm):
+    """Hand the result to the ranks outside the team.  [n]"""
+    team = power_of_two_team(comm.size)
+    if comm.rank not in team:
+        comm.recv(x, source=comm.rank + 1)
+    elif comm.rank - 1 not in team and comm.rank > 0:
+        comm.send(x, comm.rank - 1)
