@@ -1,0 +1,140 @@
+"""The lessons' exercises: write an empty version of a module's functions, grade a reader's version.
+
+    python -m lessons.ring --stub mine.py       then fill in the bodies, and
+    python -m lessons.ring --mine mine.py       or: mpirun -n 4 python -m lessons.ring --mine mine.py
+
+The grade is the lesson's own proof: the same values, bytes and messages are demanded of the
+reader's functions as of the module's. It runs on 1, 2, 3 and 4 thread ranks, with sends that wait
+for their receivers, and then on the ranks of the job.
+"""
+import ast
+import importlib.util
+import inspect
+import os
+import sys
+import textwrap
+
+from lessons import substitute
+from minidist import BadInput
+
+SIZES = (1, 2, 3, 4)
+
+
+def replacements(script, path):
+    """What --mine puts in the module's place.  -> [(owner, name, the reader's function)]"""
+    if not path:
+        return []
+    module = load(path)
+    missing = [f.__name__ for f in script.exercise if not hasattr(module, f.__name__)]
+    if missing:
+        raise BadInput(f"{path} does not define {', '.join(missing)}; "
+                       f"python -m lessons.{script.name} --stub FILE shows what is needed")
+    return [(sys.modules[f.__module__], f.__name__, getattr(module, f.__name__))
+            for f in script.exercise]
+
+
+def load(path):
+    """Import the reader's file.  Raises BadInput with its line if that fails."""
+    path = os.path.abspath(path)
+    spec = importlib.util.spec_from_file_location("mine", path)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise BadInput(f"{path}, line {error.lineno}: {error.msg}") from None
+    except Exception as error:
+        raise BadInput(f"importing {substitute.describe(error, path)}") from None
+    return module
+
+
+# ---- --stub
+
+def write_stub(lesson):
+    """Write FILE: the imports, signatures and docstrings of the exercise, every body to be filled in."""
+    script, path = lesson.script, lesson.options.stub
+    if lesson.comm.rank == 0:
+        with open(path, "w") as file:
+            file.write(stub(script, path))
+    names = ", ".join(f"{f.__module__}.{f.__name__}" for f in script.exercise)
+    lesson.say(f"{path}: write {names}; then\n  python -m lessons.{script.name} --mine {path}")
+
+
+def stub(script, path, body=None):
+    """The text of the file; body(function) gives each function's text, by default an empty one."""
+    text = [f'"""{script.title}, by hand.  Fill in the bodies, then\n\n'
+            f'    python -m lessons.{script.name} --mine {path}\n"""']
+    text.append("\n".join(dict.fromkeys(line for f in script.exercise for line in imports(f))))
+    helpers = [line for f in script.exercise if (line := borrowed(f, script.exercise))]
+    text[-1] += "".join("\n" + line for line in dict.fromkeys(helpers))
+    text += ["\n" + (body or empty)(f) for f in script.exercise]
+    return "\n\n".join(part.rstrip("\n") for part in text) + "\n"
+
+
+def imports(function):
+    """The import lines of the function's module."""
+    source = inspect.getsource(sys.modules[function.__module__])
+    return [ast.get_source_segment(source, node) for node in ast.parse(source).body
+            if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
+def borrowed(function, exercise):
+    """An import of what the module itself defines and this function uses."""
+    module = sys.modules[function.__module__]
+    source = ast.parse(inspect.getsource(module)).body
+    own = {target.id for node in source if isinstance(node, ast.Assign)
+           for target in node.targets if isinstance(target, ast.Name)}
+    own |= {node.name for node in source if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names = sorted(used & own - {f.__name__ for f in exercise})
+    return f"from {module.__name__} import {', '.join(names)}" if names else ""
+
+
+def empty(thing):
+    """Signatures and docstrings of a function, or of a class and its methods, without the bodies."""
+    text = textwrap.dedent(inspect.getsource(thing))
+    lines, kept, at = text.splitlines(), [], 0
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    for node in sorted(nodes, key=lambda node: node.lineno):
+        if node.lineno <= at:
+            continue                                     # inside a body that is gone already
+        first = node.body[0]
+        start = first.lineno - 1
+        if ast.get_docstring(node) is not None:
+            start = first.end_lineno
+        kept += lines[at:start] + [" " * first.col_offset + "raise NotImplementedError"]
+        at = node.end_lineno
+    return "\n".join(kept + lines[at:])
+
+
+# ---- --mine
+
+def grade(lesson):
+    """Prove the reader's functions on thread ranks of several sizes, then on this job's ranks."""
+    names = ", ".join(f"{f.__module__}.{f.__name__}" for f in lesson.script.exercise)
+    lesson.say(f"\n{lesson.options.mine} in the place of {names}\n")
+    for ranks in sorted({*SIZES, lesson.comm.size}):
+        outcome = lesson.share(lambda: vars(substitute.trial(lesson, ranks, sync=True)))  # noqa: B023
+        if not report(lesson, ranks, substitute.Outcome(**outcome)):
+            return
+    if lesson.comm.size > 1:
+        real = lesson.quietly(lesson.comm)
+        lesson.script.prove(real)
+        report(lesson, lesson.comm.size, substitute.Outcome(real.checks, real.counts), "processes")
+
+
+def report(lesson, ranks, outcome, kind="ranks"):
+    """One line for one size, more where it failed.  -> whether to go on"""
+    label = "1 rank" if ranks == 1 else f"{ranks} {kind}"
+    counts = f"{len(outcome.checks)} checks, {len(outcome.ledger)} counts"
+    lesson.say(f"{label:12} {counts:24} " + ("ok" if outcome.ok else "FAILED"))
+    for line in outcome.failed[:4]:
+        lesson.say(f"    {line}")
+    for record in outcome.checks + outcome.ledger:
+        key = "name" if "name" in record else "quantity"
+        record[key] += f", {label}"
+    lesson.checks += outcome.checks
+    lesson.counts += outcome.ledger
+    if not outcome.ok and (outcome.error or not outcome.checks):
+        lesson.checks.append(dict(name=f"runs on {label}", error=None, bound=0.0, ok=False))
+    return not outcome.error
