@@ -1,0 +1,218 @@
+"""The operations that take the time, each fused and with its own gradient.
+
+    linear  embedding  layer_norm  gelu  softmax  cross_entropy  dropout
+    scaled_dot_product_attention                                (in attention.py)
+
+Written for speed where it pays: whole matrix products, column sums as `ones @ g`, elementwise
+chains in place on pieces that stay in the cache, nothing widened beyond the input's dtype.
+Weight gradients come as thunks (see tape.py), and weights are read as `w.data` in backward again:
+a strategy may free and refill a weight between forward and backward.
+
+Lesson: python -m lessons.step
+"""
+import functools
+
+import numpy as np
+
+from .attention import scaled_dot_product_attention
+from .tensor import Tensor
+
+__all__ = ["IGNORE", "cross_entropy", "dropout", "dropout_mask", "embedding", "gelu", "layer_norm",
+           "linear", "scaled_dot_product_attention", "softmax"]
+
+IGNORE = -100                            # a target that does not count
+PIECE = 1 << 15                          # elements of an elementwise chain at a time: fits the L2
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(n, dtype):
+    return np.ones(n, dtype)
+
+
+def _column_sum(g):
+    """Sum over rows, as a matrix product: several times faster than g.sum(0).  [n, d] -> [d]"""
+    return _ones(len(g), g.dtype) @ g
+
+
+def _rows(x):
+    """See an array as a matrix whose rows are its last axis.  [..., d] -> [n, d]"""
+    return x.reshape(-1, x.shape[-1])
+
+
+# ------------------------------------------------------------------------ matrices
+
+def linear(x, w, b=None):
+    """x @ w.T + b.  [..., i], [o, i], [o] -> [..., o]"""
+    shape, rows, wanted = x.shape, _rows(x.data), x.requires_grad
+    y = rows @ w.data.T
+    if b is not None:
+        y += b.data
+
+    def vjp(g):
+        g = _rows(g)
+        gx = (g @ w.data).reshape(shape) if wanted else None
+        return gx, lambda: g.T @ rows, lambda: _column_sum(g)
+    y = y.reshape(*shape[:-1], y.shape[1])
+    return Tensor(y, (x, w, b), vjp) if b is not None else Tensor(y, (x, w), lambda g: vjp(g)[:2])
+
+
+def embedding(w, ids, inside=None):
+    """Rows of w.  [V, D], integers [...] -> [..., D]
+
+    inside: a mask like ids; where it is False the result is zero and no gradient flows, whatever
+    the id.  Other ids outside of 0..V-1 raise IndexError.
+    """
+    shape = w.shape
+    if inside is not None:
+        ids = np.where(inside, ids, 0)
+    if ids.size and not (0 <= ids.min() and ids.max() < shape[0]):
+        raise IndexError(f"ids {ids.min()}..{ids.max()} into an embedding of {shape[0]} rows")
+    y = w.data[ids]
+    if inside is not None:
+        y *= inside[..., None]
+
+    def vjp(g):
+        if inside is not None:
+            g = g * inside[..., None]
+        return (lambda: _sum_by_id(g.reshape(-1, shape[1]), ids.reshape(-1), shape),)
+    return Tensor(y, (w,), vjp)
+
+
+def _sum_by_id(g, ids, shape):
+    """Add row i of g to row ids[i] of zeros: sort the rows, then sum each run.  [n, D] -> [V, D]"""
+    out = np.zeros(shape, g.dtype)
+    if ids.size:
+        order = np.argsort(ids, kind="stable")
+        found, starts = np.unique(ids[order], return_index=True)
+        out[found] = np.add.reduceat(g[order], starts)
+    return out
+
+
+# ------------------------------------------------------------------------ elementwise
+
+def layer_norm(x, w, b, eps=1e-5):
+    """Shift and scale each row to mean 0 and variance 1, then by w and b.  [..., D] -> [..., D]"""
+    d, one, real = x.shape[-1], _ones(x.shape[-1], x.dtype), x.dtype.type
+    rows = _rows(x.data)
+    unit = rows - (rows @ one / real(d))[:, None]
+    scale = 1 / np.sqrt(np.einsum("nd,nd->n", unit, unit) / real(d) + real(eps))
+    unit *= scale[:, None]
+    y = unit * w.data
+    y += b.data
+
+    def vjp(g):
+        shape, g = g.shape, _rows(g)
+        gu = g * unit
+        # g*w, less its mean, less unit times its mean product with unit; all times scale
+        gx = unit * (gu @ w.data / real(-d))[:, None]
+        gx += (g @ w.data / real(-d))[:, None]
+        gx += g * w.data
+        gx *= scale[:, None]
+        return gx.reshape(shape), lambda: _column_sum(gu), lambda: _column_sum(g)
+    return Tensor(y.reshape(x.shape), (x, w, b), vjp)
+
+
+def gelu(x):
+    """x/2 (1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3), as GPT-2.  Keeps its derivative only."""
+    y, slope = np.empty(x.shape, x.dtype), np.empty(x.shape, x.dtype)
+    flat = np.ascontiguousarray(x.data).reshape(-1), y.reshape(-1), slope.reshape(-1)
+    for i in range(0, x.size, PIECE):
+        _gelu_piece(*(a[i:i + PIECE] for a in flat))
+
+    def vjp(g):
+        return (np.multiply(g, slope, out=slope),)          # backward comes once: reuse the array
+    return Tensor(y, (x,), vjp)
+
+
+def _gelu_piece(x, y, slope):
+    """Fill y and slope = (1 + t + x (1 - t^2) du/dx) / 2, where t = tanh u."""
+    c, a = np.sqrt(2 / np.pi).astype(x.dtype), 0.044715
+    np.multiply(x, x, out=slope)
+    slope *= a
+    t = slope + 1
+    t *= x
+    t *= c
+    np.tanh(t, out=t)
+    slope *= 3
+    slope += 1
+    slope *= c
+    slope *= x                                              # x du/dx
+    np.multiply(t, t, out=y)
+    np.subtract(1, y, out=y)
+    slope *= y
+    t += 1
+    slope += t
+    slope *= 0.5
+    np.multiply(x, t, out=y)
+    y *= 0.5
+
+
+def softmax(x, dim=-1):
+    """exp(x) over its sum along dim."""
+    p = np.exp(x.data - x.data.max(dim, keepdims=True))
+    p /= p.sum(dim, keepdims=True)
+
+    def vjp(g):
+        gp = g * p
+        return (gp - p * gp.sum(dim, keepdims=True),)
+    return Tensor(p, (x,), vjp)
+
+
+def cross_entropy(logits, targets, ignore_index=IGNORE):
+    """Sum -log softmax(logits)[target] over the targets that count.  [..., V], [...] -> [], int
+
+    A sum and its count, never a mean: only who knows all ranks and micro-batches can divide.
+    """
+    shape, t = logits.shape, np.asarray(targets).reshape(-1)
+    counts = t != ignore_index
+    if np.any((t < 0) & counts) or np.any(t >= shape[-1]):
+        raise IndexError(f"targets {t[counts].min()}..{t.max()} for {shape[-1]} classes")
+    p = _rows(logits.data)
+    p = p - p.max(-1, keepdims=True)
+    at = np.flatnonzero(counts), t[counts]
+    hit = p[at]
+    np.exp(p, out=p)
+    total = p @ _ones(shape[-1], p.dtype)
+    loss = (np.log(total[counts]) - hit).sum()
+    p *= (counts / total).astype(p.dtype)[:, None]          # rows that do not count: no gradient
+
+    def vjp(g):
+        d = p * g
+        d[at] -= g
+        return (d.reshape(shape),)
+    return Tensor(loss, (logits,), vjp), int(counts.sum())
+
+
+# ------------------------------------------------------------------------ dropout
+
+def dropout(x, mask):
+    """x times a mask that already contains 1/(1 - rate)."""
+    return Tensor(x.data * mask, (x,), lambda g: (g * mask,))
+
+
+def dropout_mask(rate, key, dtype, *axes):
+    """0 with probability rate, else 1/(1-rate), from the key and global positions alone.
+
+    axes: vectors of global indices, one per axis of the mask: any rank can make its own piece of
+    one mask, so that dropout does not change with the layout.
+    """
+    keep = _hash(key, *axes) >= np.uint32(int(rate * 2**32))
+    return np.multiply(keep, 1 / (1 - rate), dtype=dtype)
+
+
+def _hash(key, *axes):
+    """Hash (key, i, j, ...) for all i, j, ... of an outer product: 32 bits each, axis by axis."""
+    h = np.array(key & 0xffffffff, np.uint32)
+    for axis in axes:
+        h = _mix(h[..., None] * np.uint32(0x01000193) + np.asarray(axis, np.uint32))
+    return h
+
+
+def _mix(h):
+    """Let every bit change every other (the finalizer of C. Wellons' lowbias32)."""
+    h ^= h >> np.uint32(16)
+    h *= np.uint32(0x7feb352d)
+    h ^= h >> np.uint32(15)
+    h *= np.uint32(0x846ca68b)
+    h ^= h >> np.uint32(16)
+    return h

@@ -1,0 +1,298 @@
+"""Tensor: a NumPy array that remembers how it was made, and the operations on it.
+
+An operation is one function.  It computes its result in NumPy and says in a closure, the vjp
+(vector-Jacobian product), how a gradient of the result becomes gradients of its parents:
+
+    def exp(x):
+        y = np.exp(x.data)
+        return Tensor(y, (x,), lambda g: (g * y,))
+
+That is all an operation needs: strategies add theirs the same way.  What happens to the closures
+is the business of tape.py.  Results have the dtype of their Tensors: constants adapt to it.
+
+Lesson: python -m lessons.step
+"""
+import types
+
+import numpy as np
+
+from .tape import (Node, Part, after_backward, deliver, graph_bytes, is_grad_enabled,
+                   mark_changed, no_grad, propagate, replay, replaying, run_deferred)
+
+__all__ = ["Node", "Part", "Tensor", "after_backward", "concatenate", "exp", "graph_bytes",
+           "is_grad_enabled", "log", "matmul", "max", "mean", "no_grad", "relu", "replay",
+           "replaying", "reshape", "run_deferred", "split", "sqrt", "sum", "tanh", "transpose"]
+
+
+class Tensor:
+    """An array, its gradient, and the node that made it.
+
+    Tensor(data, requires_grad=True) is a leaf: backward() adds to its .grad.
+    Tensor(data, parents, vjp) is a result: vjp(g) gives one gradient per parent (see tape.py),
+    never writes into g, and reads parameters as `w.data` when it runs.
+    """
+
+    __array_ufunc__ = None                                  # so that array + tensor is ours
+
+    def __init__(self, data, parents=(), vjp=None, requires_grad=False):
+        kept = data is None or isinstance(data, np.ndarray)
+        self.data = data if kept else np.asarray(data)
+        self.grad, self.node, self.leaf, self.hooks = None, None, False, []
+        if requires_grad:
+            self.requires_grad = True
+        if vjp is not None and is_grad_enabled():
+            edges = tuple(p.node or (p if p.leaf else None) for p in parents)
+            if any(edge is not None for edge in edges):
+                self.node = Node(edges, vjp)
+
+    shape = property(lambda self: self.data.shape)
+    ndim = property(lambda self: self.data.ndim)
+    dtype = property(lambda self: self.data.dtype)
+    size = property(lambda self: self.data.size)
+
+    @property
+    def requires_grad(self):
+        return self.leaf or self.node is not None
+
+    @requires_grad.setter
+    def requires_grad(self, value):
+        if self.node is not None:
+            raise RuntimeError("requires_grad can be set on leaves only: .detach() a result first")
+        if value and self.data is not None and self.data.dtype.kind != "f":
+            raise TypeError(f"only floats can require a gradient, not {self.data.dtype}")
+        self.leaf = bool(value)
+
+    def __repr__(self):
+        return f"Tensor({self.data}{', requires_grad=True' if self.requires_grad else ''})"
+
+    def item(self):
+        return self.data.item()
+
+    def detach(self):
+        """Share the data, forget how it was made."""
+        return Tensor(self.data)
+
+    def __setitem__(self, index, value):
+        """Write in place, unseen by the tape: on constants, or inside no_grad()."""
+        if self.requires_grad and is_grad_enabled():
+            raise RuntimeError("writing into a Tensor that requires a gradient: use no_grad()")
+        self.data[index] = value.data if isinstance(value, Tensor) else value
+        self.changed()
+
+    def changed(self):
+        """Say that .data was written in place: a backward that needs the old values will raise."""
+        mark_changed(self.data)
+
+    def backward(self, grad=None, defer=None):
+        """Add d(self)/d(leaf) to every leaf's .grad.  grad: of self, needed if it is no scalar
+
+        defer: a list to collect the weight gradients not computed yet, for run_deferred().
+        """
+        if grad is None and self.size != 1:
+            raise RuntimeError(f"backward() from shape {self.shape} needs a gradient of that shape")
+        seed = np.ones_like(self.data) if grad is None else np.asarray(grad, self.dtype)
+        if seed.shape != self.shape:
+            raise ValueError(f"gradient of shape {seed.shape} for a Tensor of shape {self.shape}")
+        if self.node is not None:
+            propagate(self.node, seed, defer)
+        elif self.leaf:
+            deliver(self, seed)
+        else:
+            raise RuntimeError("backward() from a Tensor that depends on no leaf")
+
+    def register_post_accumulate_grad_hook(self, fn):
+        """Call fn(self) once per backward, when .grad of this leaf is complete.  -> .remove()"""
+        if not self.leaf:
+            raise RuntimeError("a post-accumulate hook needs a leaf that requires a gradient")
+        self.hooks.append(fn)
+        return types.SimpleNamespace(remove=lambda: self.hooks.remove(fn))
+
+
+# ------------------------------------------------------------------------ arithmetic
+
+def _operands(a, b):
+    """Make Tensors of one dtype: constants adapt, so that float32 never widens by accident."""
+    if not isinstance(a, Tensor):
+        a = Tensor(np.asarray(a, b.dtype))
+    elif not isinstance(b, Tensor):
+        b = Tensor(np.asarray(b, a.dtype))
+    if a.dtype != b.dtype:
+        raise TypeError(f"{a.dtype} meets {b.dtype}: convert one of the Tensors explicitly")
+    return a, b
+
+
+def _fit(g, shape):
+    """Sum a gradient over the axes along which an operand of this shape was broadcast."""
+    if g.shape == shape:
+        return g
+    extra = g.ndim - len(shape)
+    stretched = [extra + i for i, n in enumerate(shape) if n == 1]
+    return g.sum((*range(extra), *stretched)).reshape(shape)
+
+
+def _kept(a, b):
+    """What each operand's gradient needs of the other: its data, or None if it has no gradient."""
+    return b.data if a.requires_grad else None, a.data if b.requires_grad else None
+
+
+def add(a, b):
+    a, b = _operands(a, b)
+    sa, sb = a.shape, b.shape
+    return Tensor(a.data + b.data, (a, b), lambda g: (_fit(g, sa), _fit(g, sb)))
+
+
+def sub(a, b):
+    a, b = _operands(a, b)
+    sa, sb = a.shape, b.shape
+    return Tensor(a.data - b.data, (a, b), lambda g: (_fit(g, sa), _fit(-g, sb)))
+
+
+def mul(a, b):
+    a, b = _operands(a, b)
+    (for_a, for_b), sa, sb = _kept(a, b), a.shape, b.shape
+
+    def vjp(g):
+        return (None if for_a is None else _fit(g * for_a, sa),
+                None if for_b is None else _fit(g * for_b, sb))
+    return Tensor(a.data * b.data, (a, b), vjp)
+
+
+def div(a, b):
+    a, b = _operands(a, b)
+    y = a.data / b.data
+    below, for_b, sa, sb = b.data, y if b.requires_grad else None, a.shape, b.shape
+
+    def vjp(g):
+        g = g / below
+        return _fit(g, sa), None if for_b is None else _fit(-g * for_b, sb)
+    return Tensor(y, (a, b), vjp)
+
+
+def power(x, k):
+    """x**k for a number k."""
+    if isinstance(k, Tensor):
+        raise TypeError("x**k needs a number k")
+    xd, k = x.data, float(k)
+    return Tensor(xd ** k, (x,), lambda g: (g * (k * xd ** (k - 1) if k else 0 * xd),))
+
+
+def neg(x):
+    return Tensor(-x.data, (x,), lambda g: (-g,))
+
+
+def matmul(a, b):
+    """[..., n, k] @ [..., k, m] -> [..., n, m].  Leading axes broadcast"""
+    a, b = _operands(a, b)
+    if a.ndim < 2 or b.ndim < 2:
+        raise ValueError(f"matmul of shapes {a.shape} and {b.shape}: reshape vectors to matrices")
+    (for_a, for_b), sa, sb = _kept(a, b), a.shape, b.shape
+
+    def vjp(g):
+        return (None if for_a is None else _fit(g @ for_a.swapaxes(-1, -2), sa),
+                None if for_b is None else _fit(for_b.swapaxes(-1, -2) @ g, sb))
+    return Tensor(a.data @ b.data, (a, b), vjp)
+
+
+# ------------------------------------------------------------------------ functions
+
+def exp(x):
+    y = np.exp(x.data)
+    return Tensor(y, (x,), lambda g: (g * y,))
+
+
+def log(x):
+    xd = x.data
+    return Tensor(np.log(xd), (x,), lambda g: (g / xd,))
+
+
+def sqrt(x):
+    y = np.sqrt(x.data)
+    return Tensor(y, (x,), lambda g: (g / (2 * y),))
+
+
+def tanh(x):
+    y = np.tanh(x.data)
+    return Tensor(y, (x,), lambda g: (g * (1 - y * y),))
+
+
+def relu(x):
+    y = np.maximum(x.data, 0)
+    return Tensor(y, (x,), lambda g: (g * (y > 0),))
+
+
+# ------------------------------------------------------------------------ reductions
+
+def _spread(g, shape, dim, keepdim):
+    """Repeat what was reduced, as a read-only view of the shape it came from."""
+    if dim is not None and not keepdim:
+        g = np.expand_dims(g, dim)
+    return np.broadcast_to(g, shape)
+
+
+def sum(x, dim=None, keepdim=False):
+    """Sum over all axes, one, or several.  dim: None, an integer, or a tuple"""
+    shape = x.shape
+    return Tensor(x.data.sum(dim, keepdims=keepdim), (x,),
+                  lambda g: (_spread(g, shape, dim, keepdim),))
+
+
+def mean(x, dim=None, keepdim=False):
+    total = sum(x, dim, keepdim)
+    return total / (x.size / total.size)
+
+
+def max(x, dim=None, keepdim=False):
+    """The largest values; equal ones share the gradient evenly, as torch.amax."""
+    y = x.data.max(dim, keepdims=True)
+    hit = x.data == y
+    count = hit.sum(dim, keepdims=True, dtype=x.dtype)
+
+    def vjp(g):
+        return (_spread(g, hit.shape, dim, keepdim) / count * hit,)
+    return Tensor(y if keepdim else y.squeeze(dim), (x,), vjp)
+
+
+# ------------------------------------------------------------------------ shapes
+
+def reshape(x, *shape):
+    """The same numbers in another shape; takes reshape(x, 2, 3) and reshape(x, (2, 3))."""
+    old = x.shape
+    return Tensor(x.data.reshape(*shape), (x,), lambda g: (g.reshape(old),))
+
+
+def transpose(x, *axes):
+    """Axis i of the result is axis axes[i] of x (NumPy's meaning); no axes: reverse them."""
+    axes = axes or tuple(reversed(range(x.ndim)))
+    back = tuple(np.argsort(axes))
+    return Tensor(x.data.transpose(axes), (x,), lambda g: (g.transpose(back),))
+
+
+def getitem(x, index):
+    """x[index], with NumPy's slices, integer arrays and masks."""
+    shape = x.shape
+    return Tensor(x.data[index], (x,), lambda g: (Part(shape, index, g),))
+
+
+def concatenate(tensors, dim=0):
+    cuts = np.cumsum([t.shape[dim] for t in tensors])[:-1]
+    data = np.concatenate([t.data for t in tensors], dim)
+    return Tensor(data, tensors, lambda g: np.split(g, cuts, dim))
+
+
+def split(x, sizes, dim=0):
+    """Cut x along dim into pieces of these sizes.  -> list"""
+    if np.sum(sizes) != x.shape[dim]:
+        raise ValueError(f"pieces of {sizes} do not make up {x.shape[dim]} along dim {dim}")
+    ends = np.cumsum(sizes)
+    before = (slice(None),) * (dim % x.ndim)
+    return [getitem(x, (*before, slice(end - n, end))) for n, end in zip(sizes, ends)]
+
+
+Tensor.__add__ = Tensor.__radd__ = add
+Tensor.__mul__ = Tensor.__rmul__ = mul
+Tensor.__sub__,     Tensor.__rsub__     = sub,    lambda b, a: sub(a, b)
+Tensor.__truediv__, Tensor.__rtruediv__ = div,    lambda b, a: div(a, b)
+Tensor.__matmul__,  Tensor.__rmatmul__  = matmul, lambda b, a: matmul(a, b)
+Tensor.__pow__, Tensor.__neg__, Tensor.__getitem__ = power, neg, getitem
+for operation in (exp, log, sqrt, tanh, relu, sum, mean, max, reshape, transpose):
+    setattr(Tensor, operation.__name__, operation)
