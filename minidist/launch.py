@@ -35,6 +35,11 @@ def mpiexec():
     return shutil.which("mpiexec", path=here) or shutil.which("mpiexec")
 
 
+def command(n, argv):
+    """The command line that runs argv on n ranks."""
+    return [mpiexec(), "-n", str(n), *argv]
+
+
 def relaunch():
     """Under `-n N`, run the same command again on N ranks and end with its status."""
     if "-n" not in sys.argv:
@@ -44,12 +49,11 @@ def relaunch():
     del sys.argv[at:at + 2]
     if any(v in os.environ for v in RANK_VARIABLES):
         return
-    command = list(sys.orig_argv)
-    at = command.index("-n")
-    del command[at:at + 2]
-    exe = mpiexec()
-    if exe is None:
+    argv = list(sys.orig_argv)
+    at = argv.index("-n")
+    del argv[at:at + 2]
+    if mpiexec() is None:
         sys.exit("error: no mpiexec found beside this Python or on PATH; pip install mpich")
     os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
     sys.stdout.flush()
-    os.execv(exe, [exe, "-n", n, sys.executable, *command[1:]])
+    os.execv(mpiexec(), command(n, [sys.executable, *argv[1:]]))
