@@ -1,0 +1,328 @@
+"""Tensor parallelism: every layer, the loss and the whole model against one process."""
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from minidist import BadInput, cost, functional, mappings, nn, sp, tp
+from minidist.comm import run_threads
+from minidist.functional import IGNORE
+from minidist.placement import join
+from minidist.tensor import Tensor
+from tests.models import perturb, tiny
+
+PAIRS = {"plain": (mappings.copy_to, mappings.reduce_from), "sp": (sp.enter, sp.leave)}
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape)
+
+
+def linear(out, inner, bias=True):
+    """A Linear whose bias is not zero: zero hides a bias that is added twice."""
+    layer = nn.Linear("layer", out, inner, dtype=np.float64, std=1.0, bias=bias)
+    if bias:
+        layer.bias.data[...] = draw(out)
+    return layer
+
+
+def close(a, b):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * max(1, np.abs(b).max()))
+
+
+# ------------------------------------------------------------------ one layer (D09, D10)
+
+def column(layer, comm, mode):
+    parts = np.array_split(np.arange(layer.weight.shape[0]), comm.size)
+    return tp.ColumnParallelLinear(layer, parts, comm, PAIRS[mode][0])
+
+
+def row(layer, comm, mode):
+    parts = np.array_split(np.arange(layer.weight.shape[1]), comm.size)
+    return tp.RowParallelLinear(layer, parts, comm, PAIRS[mode][1])
+
+
+X, G = draw(2, 12, 8, seed=1), draw(2, 12, 7, seed=2)          # [B, T, D], gradient of [B, T, F]
+
+
+def serial(build):
+    layers, x = build(), Tensor(X, requires_grad=True)
+    y = x
+    for layer in layers:
+        y = layer(y) if len(layers) == 1 or layer is layers[-1] else functional.gelu(layer(y))
+    y.backward(G.copy())
+    return SimpleNamespace(y=y.data, x=x.grad, params=[p.grad for m in layers
+                                                       for p in m.parameters()])
+
+
+def gathered(p, comm, mode):
+    """The global gradient of a parameter, completed where sequence parallelism left it partial."""
+    if mode == "sp" and comm.name not in p.placements:
+        return mappings.reduce_from(Tensor(p.grad), comm).data
+    return join(p, p.grad)
+
+
+def tokens(x, comm, mode):
+    return x if mode == "plain" else mappings.split(Tensor(x), comm, 1).data
+
+
+def whole_tokens(x, comm, mode):
+    return x if mode == "plain" else mappings.gather(Tensor(x), comm, 1).data
+
+
+def parallel_column(comm, mode):
+    layer = column(linear(7, 8), comm, mode)
+    x = Tensor(tokens(X, comm, mode), requires_grad=True)
+    y = layer(x)
+    y.backward(mappings.split(Tensor(G), comm, 2).data)
+    return SimpleNamespace(y=mappings.gather(y, comm, 2, tp.chunks(7, comm.size)).data,
+                           x=whole_tokens(x.grad, comm, mode),
+                           params=[gathered(p, comm, mode) for p in layer.parameters()])
+
+
+def parallel_row(comm, mode):
+    layer = row(linear(7, 8), comm, mode)
+    x = Tensor(mappings.split(Tensor(X), comm, 2).data, requires_grad=True)
+    y = layer(x)
+    y.backward(tokens(G, comm, mode))
+    return SimpleNamespace(y=whole_tokens(y.data, comm, mode),
+                           x=mappings.gather(Tensor(x.grad), comm, 2, tp.chunks(8, comm.size)).data,
+                           params=[gathered(p, comm, mode) for p in layer.parameters()])
+
+
+def parallel_chain(comm, mode):
+    first, second = column(linear(5, 8), comm, mode), row(linear(7, 5), comm, mode)
+    x = Tensor(tokens(X, comm, mode), requires_grad=True)
+    y = second(functional.gelu(first(x)))
+    y.backward(tokens(G, comm, mode))
+    return SimpleNamespace(y=whole_tokens(y.data, comm, mode), x=whole_tokens(x.grad, comm, mode),
+                           params=[gathered(p, comm, mode) for m in (first, second)
+                                   for p in m.parameters()])
+
+
+LAYERS = {"column": (lambda: [linear(7, 8)], parallel_column),
+          "row": (lambda: [linear(7, 8)], parallel_row),
+          "column, gelu, row": (lambda: [linear(5, 8), linear(7, 5)], parallel_chain)}
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("mode", PAIRS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_the_serial_one_forward_and_backward(name, mode, p):
+    build, fn = LAYERS[name]
+    ref = serial(build)
+    for got in run_threads(p, fn, mode):
+        close(got.y, ref.y)
+        close(got.x, ref.x)
+        for a, b in zip(got.params, ref.params, strict=True):
+            close(a, b)
+
+
+@pytest.mark.parametrize("mode", PAIRS)
+def test_a_row_bias_is_added_once(mode):
+    """x = [1, 1], W = [1, 2], b = 10: y is 13, and 23 if both ranks add the bias."""
+    def fn(comm):
+        layer = nn.Linear("layer", 1, 2, dtype=np.float64)
+        layer.weight.data[...], layer.bias.data[...] = [[1, 2]], 10
+        layer = row(layer, comm, mode)
+        y = layer(Tensor(np.ones((1, 2, 1)), requires_grad=True))
+        y.backward(np.ones(y.shape))
+        return y.data.ravel().tolist(), layer.bias.grad.tolist()
+
+    tokens_per_rank = 1 if mode == "sp" else 2
+    assert run_threads(2, fn) == [([13.0] * tokens_per_rank, [float(tokens_per_rank)])] * 2
+
+
+# ------------------------------------------------------------------ the vocabulary (D15)
+
+def embedded(comm, vocab, ids, mode="plain"):
+    table = nn.Embedding("table", vocab, 3, dtype=np.float64)
+    table.weight.data[...] = draw(vocab, 3)
+    parts = np.array_split(np.arange(vocab), comm.size)
+    layer = tp.VocabParallelEmbedding(table, parts, comm, PAIRS[mode][1])
+    y = layer(ids)
+    y.backward(np.ones(y.shape))
+    return y.data, join(layer.weight, layer.weight.grad)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_every_word_is_found_by_exactly_one_rank(p):
+    ids = np.array([[0, 3, 4, 4], [2, 1, 0, 3]])               # V=5 over 2: 0 1 2 | 3 4
+    for y, grad in run_threads(p, embedded, 5, ids):
+        assert np.array_equal(y, draw(5, 3)[ids])
+        assert np.array_equal(grad[:, 0], np.bincount(ids.ravel(), minlength=5))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("bad", [5, -1])
+def test_an_unknown_word_is_refused_on_every_rank_before_any_message(p, bad):
+    def fn(comm):
+        with comm.counting() as counted:
+            with pytest.raises(IndexError, match="vocabulary of 5"):
+                embedded(comm, 5, np.array([[0, bad]]))
+            with pytest.raises(IndexError, match="vocabulary of 5"):
+                sizes = tp.chunks(5, comm.size)
+                logits = Tensor(np.zeros((1, 2, sizes[comm.rank])))
+                tp.vocab_parallel_cross_entropy(logits, np.array([[0, bad]]), comm, sizes)
+        return counted.messages
+    assert run_threads(p, fn) == [0] * p
+
+
+def split_loss(comm, logits, targets):
+    """The loss of one rank's piece of the logits; -> loss, gathered gradient, what was sent."""
+    sizes = tp.chunks(logits.shape[-1], comm.size)
+    mine = Tensor(mappings.split(Tensor(logits), comm, logits.ndim - 1).data, requires_grad=True)
+    with comm.counting() as counted:
+        loss = tp.vocab_parallel_cross_entropy(mine, targets, comm, sizes)
+        loss.backward()
+    grad = mappings.gather(Tensor(mine.grad), comm, logits.ndim - 1, sizes).data
+    return loss.item(), grad, counted
+
+
+def whole_loss(logits, targets):
+    logits = Tensor(logits, requires_grad=True)
+    loss = functional.cross_entropy(logits, targets)[0]
+    loss.backward()
+    return loss.item(), logits.grad
+
+
+LOGITS = draw(2, 6, 13)
+BORDERS = np.array([[0, 12, 6, 7, IGNORE, 5], [4, 3, 9, 10, 8, IGNORE]])   # V=13 over 2, 3, 4
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("scale", [1, 1e4])
+def test_the_split_loss_is_the_loss(p, scale):
+    ref, ref_grad = whole_loss(LOGITS * scale, BORDERS)
+    for loss, grad, _ in run_threads(p, split_loss, LOGITS * scale, BORDERS):
+        assert abs(loss - ref) <= 1e-13 * abs(ref)
+        close(grad, ref_grad)
+        assert np.abs(grad.sum(-1)).max() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_one_certain_word_costs_nothing_and_the_others_everything(dtype):
+    logits = np.full((1, 2, 4), -1e4, dtype)
+    logits[:, :, 1] = 1e4
+    for loss, grad, _ in run_threads(2, split_loss, logits, np.array([[1, 2]])):
+        assert loss == 2e4 and grad.dtype == dtype
+        assert np.array_equal(grad, [[[0, 0, 0, 0], [0, 1, -1, 0]]])
+
+
+def test_padding_does_not_enter_the_softmax():
+    """V=5 over 2 ranks, all logits 0: the loss is ln 5, not the ln 6 of a padded vocabulary."""
+    for loss, _, _ in run_threads(2, split_loss, np.zeros((1, 1, 5)), np.array([[3]])):
+        assert abs(loss - np.log(5)) < 1e-15
+
+
+def test_no_target_no_loss():
+    targets = np.full((2, 6), IGNORE)
+    for loss, grad, _ in run_threads(3, split_loss, LOGITS, targets):
+        assert loss == 0 and not grad.any()
+
+
+def test_more_ranks_than_words():
+    ref, ref_grad = whole_loss(LOGITS[..., :3], BORDERS % 3)
+    for loss, grad, _ in run_threads(4, split_loss, LOGITS[..., :3], BORDERS % 3):
+        assert abs(loss - ref) < 1e-13
+        close(grad, ref_grad)
+
+
+def test_the_loss_sends_three_numbers_per_token():
+    for _, _, counted in run_threads(2, split_loss, LOGITS, BORDERS):
+        assert counted.by_label.keys() == {"all_reduce"} and counted.calls == 3
+        assert counted.bytes == 3 * BORDERS.size * 8           # one rank's copy of each, p = 2
+
+
+# ------------------------------------------------------------------ the plan
+
+GROUPED = [(p, heads, groups) for p in (1, 2, 3, 4, 6, 8) for heads in (4, 6, 8, 12, 16)
+           for groups in (1, 2, 3, 4, 6, 8) if heads % groups == 0 and heads % p == 0
+           and (groups % p == 0 or p % groups == 0)]
+
+
+def shape(heads, groups, e=3):
+    return tiny(heads=heads, kv_heads=groups, width=heads * e, layers=1).config
+
+
+@pytest.mark.parametrize("p, heads, groups", GROUPED)
+def test_every_row_of_the_fused_matrix_lies_on_one_rank(p, heads, groups):
+    config = shape(heads, groups)
+    parts = tp.head_rows(config, p)
+    rows = groups * (heads // groups + 2) * 3
+    assert len(parts) == p
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(rows))
+
+
+def test_a_rank_holds_the_rows_of_its_heads():
+    """4 heads, 2 groups of [q q k v], 1 row per head: ranks share a group from 4 on."""
+    config = shape(4, 2, e=1)
+    assert [p.tolist() for p in tp.head_rows(config, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [p.tolist() for p in tp.head_rows(config, 4)] == [[0, 2, 3], [1], [4, 6, 7], [5]]
+
+
+def test_every_matrix_of_the_model_is_in_the_plan():
+    """What is not cut is what the plan leaves whole on purpose: norms, row biases, positions."""
+    model = run_threads(2, lambda comm: tp.parallelize(tiny(), comm))[0]
+    whole = {p.name.split(".", 2)[-1] if "blocks" in p.name else p.name
+             for p in model.parameters() if not p.placements}
+    assert whole == {"embed.wpe.weight", "norm1.weight", "norm1.bias", "norm2.weight",
+                     "norm2.bias", "attn.proj.bias", "mlp.fc2.bias", "head.norm.weight",
+                     "head.norm.bias"}
+
+
+@pytest.mark.parametrize("over", [{}, dict(tied=False), dict(kv_heads=1, vocab=11)])
+def test_initial_weights_do_not_depend_on_the_number_of_ranks(over):
+    """Gathered, they are bitwise the plain model's (D13, D33); a tied weight is cut once."""
+    def fn(comm):
+        params = tp.parallelize(tiny(**over), comm).parameters()
+        return {p.name: join(p, p.data) for p in params}, [p.data for p in params]
+
+    ref = {p.name: p.data for p in tiny(**over).parameters()}
+    for p in (1, 2, 4):
+        for full, mine in run_threads(p, fn):
+            assert full.keys() == ref.keys()
+            assert all(np.array_equal(full[name], ref[name]) for name in ref)
+        if p == 4:
+            assert sum(x.size for x in mine) < sum(x.size for x in ref.values()) / 2
+
+
+def test_objects_names_and_ties_survive():
+    def fn(comm):
+        model = tiny()
+        before = {p.name: p for p in model.parameters()}
+        tp.parallelize(model, comm)
+        assert all(before[p.name] is p for p in model.parameters())
+        assert model.parts["head"].out.weight is model.parts["embed"].wte.weight
+        return True
+    assert run_threads(2, fn) == [True, True]
+
+
+@pytest.mark.parametrize("p, over, numbers", [
+    (3, {}, "4 heads with 2 key/value heads do not split over 3 ranks; use --tp 1, 2, 4"),
+    (8, dict(kv_heads=4), "4 heads do not split over 8 ranks; use --tp 1, 2, 4"),
+    (4, dict(heads=12, kv_heads=6, width=12), "12 heads with 6 key/value heads do not split over 4"),
+])
+def test_heads_that_do_not_split_are_refused_on_every_rank_before_any_message(p, over, numbers):
+    def fn(comm):
+        with comm.counting() as counted, pytest.raises(BadInput, match=numbers):
+            tp.parallelize(tiny(**over), comm)
+        return counted.messages
+    assert run_threads(p, fn) == [0] * p
+
+
+def test_dropout_differs_between_heads_and_agrees_where_replicated():
+    """Each rank drops what one process would drop at its heads, whatever a global generator does."""
+    def fn(comm):
+        if comm.rank == 0:
+            np.random.rand()
+        model = tp.parallelize(tiny(dropout=0.5), comm)
+        block, rows = model.blocks[0], np.arange(4)
+        mine = block.attn.drop.mask(0, np.float64, rows, block.attn.heads, rows, rows)
+        return mine, block.drop1.mask(0, np.float64, rows, rows, rows)
+
+    ref = tiny(dropout=0.5).blocks[0].attn.drop.mask(0, np.float64, *[np.arange(4)] * 4)
+    results = run_threads(2, fn)
+    assert np.array_equal(np.concatenate([mine for mine, _ in results], 1), ref)
+    assert not np.array_equal(results[0][0], results[1][0])
+    assert np.array_equal(results[0][1], results[1][1])
