@@ -1,0 +1,101 @@
+"""Batches depend on (seed, step) alone, and every target is the character that follows."""
+import numpy as np
+import pytest
+
+from minidist import BadInput
+from minidist.data import Batch, Corpus, default_text, random_batch, read_text
+from minidist.functional import IGNORE
+
+TEXT = "".join(chr(97 + i * i % 26) for i in range(400))
+
+
+def test_targets_follow_tokens():
+    corpus = Corpus(TEXT, 8)
+    batch = corpus.batch(5, seed=0, step=3)
+    assert batch.tokens.shape == batch.targets.shape == (5, 8) and batch.count == 40
+    np.testing.assert_array_equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+    for tokens, targets in zip(batch.tokens, batch.targets):
+        assert corpus.decode(tokens) + corpus.decode(targets[-1:]) in TEXT
+
+
+def test_a_batch_is_a_function_of_seed_and_step():
+    """Also of nothing else: the global generator and the batches before it do not matter."""
+    corpus, again = Corpus(TEXT, 8), Corpus(TEXT, 8)
+    first = [corpus.batch(4, 0, step).tokens for step in range(3)]
+    np.random.seed(7)
+    np.testing.assert_array_equal(again.batch(4, 0, 2).tokens, first[2])
+    assert not np.array_equal(first[0], first[1])
+    assert not np.array_equal(again.batch(4, 1, 0).tokens, first[0])
+
+
+def test_validation_text_is_never_trained_on():
+    corpus = Corpus("a" * 360 + "b" * 40, 8)
+    train = [corpus.batch(50, 0, step).targets for step in range(20)]
+    assert set(np.ravel(train)) == {corpus.ids["a"]}
+    validation = corpus.batch(50, 0, 0, "val")
+    assert set(validation.targets.flat) == {corpus.ids["b"]} and validation.step is None
+
+
+def test_every_window_can_be_drawn():
+    """The first and the last window of a split too."""
+    corpus = Corpus(TEXT, 8)
+    drawn = {t.tobytes() for s in range(40) for t in corpus.batch(50, 0, s).tokens}
+    tokens = corpus.splits["train"]
+    assert drawn == {tokens[i:i + 8].tobytes() for i in range(len(tokens) - 8)}
+
+
+def test_shortest_text():
+    corpus = Corpus("abc" * 6, 8)
+    assert {len(s) for s in corpus.splits.values()} == {9}
+    assert corpus.batch(3, 0, 0).tokens.shape == corpus.batch(3, 0, 0, "val").tokens.shape == (3, 8)
+    with pytest.raises(BadInput, match="17 characters.*context of 8.*18"):
+        Corpus("abc" * 5 + "ab", 8)
+
+
+def test_default_text_is_prose():
+    text = default_text()
+    assert len(text) > 300_000 and " the " in text
+
+
+def test_read_text(tmp_path):
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.write_bytes("\ufeffnaïve".encode("utf-8"))         # a byte order mark is not a character
+    assert read_text(good) == "naïve"
+    bad.write_bytes(b"abc\xe9def")
+    with pytest.raises(BadInput, match="not UTF-8 text: byte 3 is 0xe9"):
+        read_text(bad)
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(BadInput, match="cannot read"):
+            read_text(path)
+
+
+def test_pieces_know_where_they_stand():
+    batch = random_batch(13, 8, 5, seed=0, step=2)
+    rows = batch.take_rows(np.array([3, 1]))
+    np.testing.assert_array_equal(rows.tokens, batch.tokens[[3, 1]])
+    assert list(rows.rows) == [3, 1] and rows.step == 2
+    zigzag = np.array([0, 1, 6, 7])
+    tokens = rows.take_tokens(zigzag)
+    np.testing.assert_array_equal(tokens.targets, batch.targets[[3, 1]][:, zigzag])
+    assert list(tokens.positions) == list(tokens.stream) == [0, 1, 6, 7]
+    stream = tokens.take_stream(np.array([2, 3]))
+    assert list(stream.stream) == [6, 7] and stream.tokens.shape == (2, 4)
+    unlabelled = Batch.of(batch.tokens).take_rows([0]).take_tokens([1])
+    assert unlabelled.targets is None
+
+
+def test_micro_batches_cover_the_batch_once():
+    batch = random_batch(13, 8, 5, seed=0, step=0)
+    for parts in (1, 2, 3, 7):
+        micro = batch.split(parts)
+        assert len(micro) == parts and sum(b.count for b in micro) == batch.count
+        np.testing.assert_array_equal(np.concatenate([b.rows for b in micro]), np.arange(5))
+
+
+def test_random_batch_is_ragged():
+    batch = random_batch(13, 64, 6, seed=0, step=0)
+    counts = [batch.take_rows([i]).count for i in range(6)]
+    assert len(set(counts)) > 3 and batch.count < 6 * 64
+    assert random_batch(13, 64, 6, 0, 0, ragged=False).count == 6 * 64
+    np.testing.assert_array_equal(random_batch(13, 64, 6, 0, 0).tokens, batch.tokens)
+    assert (batch.targets == IGNORE).sum() == 6 * 64 - batch.count
