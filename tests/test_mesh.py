@@ -1,0 +1,159 @@
+"""DeviceMesh: who is where, and who is in which group."""
+import itertools
+
+import numpy as np
+import pytest
+
+from minidist import BadInput, launch, mesh
+from minidist.collectives import all_reduce, broadcast
+from minidist.comm import run_threads, solo
+from minidist.mesh import DeviceMesh
+from tests import mpi
+
+SHAPES = [dict(dp=2, tp=2), dict(pp=2, dp=2, tp=2), dict(dp=3, tp=2), dict(dp=2, pp=1, cp=2, tp=3),
+          dict(dp=2, pp=2, cp=2, tp=2)]
+
+
+def full(**sizes):
+    return mesh.ordered({"dp": 1, "pp": 1, "cp": 1, "tp": 1, **sizes})
+
+
+def test_groups_by_hand():
+    sizes = full(dp=2, tp=2)
+    assert mesh.groups(sizes, "tp") == [[0, 1], [2, 3]]
+    assert mesh.groups(sizes, "dp") == [[0, 2], [1, 3]]
+    assert mesh.groups(sizes, "pp") == [[0], [1], [2], [3]]
+    assert mesh.groups(sizes, "dp", "tp") == [[0, 1, 2, 3]]
+
+
+def test_groups_as_megatron_numbers_them():
+    """tp 2, dp 2, pp 4 on 16 ranks: the example in its parallel_state."""
+    sizes = full(tp=2, dp=2, pp=4)
+    assert mesh.groups(sizes, "tp")[:2] == [[0, 1], [2, 3]]
+    assert mesh.groups(sizes, "dp")[:3] == [[0, 2], [1, 3], [4, 6]]
+    assert mesh.groups(sizes, "pp")[0] == [0, 4, 8, 12]
+
+
+def test_order_is_free():
+    sizes = mesh.ordered(full(dp=2, tp=2), ("tp", "pp", "cp", "dp"))
+    assert mesh.groups(sizes, "dp") == [[0, 1], [2, 3]]
+    assert mesh.coordinates(1, sizes) == {"tp": 0, "pp": 0, "cp": 0, "dp": 1}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_groups_partition_the_world(shape):
+    sizes = full(**shape)
+    n = int(np.prod(list(sizes.values())))
+    where = {tuple(mesh.coordinates(rank, sizes).values()) for rank in range(n)}
+    assert len(where) == n
+    for count in (1, 2, 3):
+        for axes in itertools.combinations(sizes, count):
+            members = sum(mesh.groups(sizes, *axes), [])
+            assert sorted(members) == list(range(n))
+    for a, b in itertools.combinations(sizes, 2):
+        for g, h in itertools.product(mesh.groups(sizes, a), mesh.groups(sizes, b)):
+            assert len(set(g) & set(h)) <= 1
+
+
+def look(world, shape):
+    """Sum the world ranks over every axis, and over dp and cp together."""
+    m = DeviceMesh(world, **shape)
+    for axis in m.sizes:
+        assert (m[axis].size, m[axis].rank) == (m.sizes[axis], m.coords[axis])
+        assert m[axis].name == axis
+    me = np.array([world.rank])
+    return {axes: int(all_reduce(me, m[axes])[0])
+            for axes in ("tp", "dp", "pp", "cp", ("dp", "cp"), ("cp", "dp"), tuple(m.sizes))}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_group_holds_the_ranks_of_the_table(shape):
+    sizes = full(**shape)
+    n = int(np.prod(list(sizes.values())))
+    for rank, sums in enumerate(run_threads(n, look, shape)):
+        for axes, found in sums.items():
+            axes = (axes,) if isinstance(axes, str) else axes
+            group = next(g for g in mesh.groups(sizes, *axes) if rank in g)
+            assert found == sum(group), (rank, axes)
+
+
+def test_sums_by_hand():
+    sums = run_threads(4, look, dict(dp=2, tp=2))
+    assert [s["tp"] for s in sums] == [1, 1, 5, 5]
+    assert [s["dp"] for s in sums] == [2, 4, 2, 4]
+
+
+def test_a_root_is_a_coordinate_not_a_world_rank():
+    def fn(world):
+        m = DeviceMesh(world, dp=2, tp=2)
+        return int(broadcast(np.array([world.rank]), m["dp"], root=0)[0])
+    assert run_threads(4, fn) == [0, 1, 0, 1]
+
+
+def test_a_joint_group_of_one_long_axis_is_that_axis():
+    def fn(world):
+        m = DeviceMesh(world, dp=2, tp=2)
+        return m["dp", "cp"] is m["dp"] and m["cp", "pp"].size == 1 and m["dp", "tp"].size == 4
+    assert all(run_threads(4, fn))
+
+
+def test_one_process_has_every_axis():
+    m = DeviceMesh(solo())
+    assert all(m[axis].size == 1 for axis in ("dp", "pp", "cp", "tp"))
+    assert set(m.coords.values()) == {0}
+
+
+@pytest.mark.parametrize("shape, words", [
+    (dict(dp=2, tp=3), ["needs 6 ranks", "4 are running", "-n 6"]),
+    (dict(dp=1, tp=2), ["needs 2 ranks", "4 are running", "dp=2"]),
+    (dict(dp=0), ["dp", "0", "smallest is 1"])])
+def test_a_mesh_that_does_not_fit_is_refused_on_all_ranks(shape, words):
+    def fn(world):
+        with world.counting() as sent, pytest.raises(BadInput) as error:
+            DeviceMesh(world, **shape)
+        return str(error.value), sent.messages
+    results = run_threads(4, fn)
+    assert len(set(results)) == 1 and results[0][1] == 0
+    assert all(word in results[0][0] for word in words), results[0][0]
+
+
+def test_an_unknown_axis_or_order_is_refused():
+    with pytest.raises(BadInput, match="no axis ep in a mesh of pp, dp, cp, tp"):
+        DeviceMesh(solo())["ep"]
+    with pytest.raises(BadInput, match="each of the axes"):
+        mesh.ordered({"dp": 1, "pp": 1, "cp": 1, "tp": 1}, ("dp", "tp"))
+
+
+PICTURE = """\
+DeviceMesh pp=2 x dp=2 x cp=1 x tp=2: 8 ranks, outermost axis first
+
+           dp 0         dp 1
+         tp 0 tp 1    tp 0 tp 1
+  pp 0      0    1       2    3
+  pp 1      4    5       6    7
+
+  axis  size  groups
+  tp       2  [0 1] [2 3] [4 5] [6 7]                             talks in every layer
+  dp       2  [0 2] [1 3] [4 6] [5 7]                             talks once per step: gradients
+  pp       2  [0 4] [1 5] [2 6] [3 7]                             talks at the border of two stages
+"""
+
+
+def test_the_picture_needs_no_ranks(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", "mesh --dp 2 --pp 2 --tp 2".split())
+    launch.run(mesh.main)
+    assert capsys.readouterr().out == PICTURE
+
+
+def test_a_wrong_order_ends_with_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", "mesh --order dp,tp".split())
+    with pytest.raises(SystemExit) as ended:
+        launch.run(mesh.main)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: the order dp,tp must name")
+
+
+@mpi.mpi(4)
+def test_groups_over_mpi(comm):
+    sums = look(comm, dict(dp=2, tp=2))
+    assert sums["tp"] == [1, 1, 5, 5][comm.rank] and sums["dp"] == [2, 4, 2, 4][comm.rank]
