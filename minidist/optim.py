@@ -135,10 +135,15 @@ def clip_scale(norm, max_norm):
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
+def square_sum(params):
+    """Add up the squares of all gradients' elements."""
+    grads = (p.grad for p in params if p.grad is not None)
+    return sum(float(np.vdot(g, g)) for grad in grads for g, _ in slabs(grad))
+
+
 def grad_norm(params):
     """Return the norm of all gradients taken as one long vector."""
-    grads = (p.grad for p in params if p.grad is not None)
-    return math.sqrt(sum(float(np.vdot(g, g)) for grad in grads for g, _ in slabs(grad)))
+    return math.sqrt(square_sum(params))
 
 
 def clip_grad_norm(params, max_norm):

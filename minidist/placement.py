@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minidist import optim
 from minidist.collectives import all_gather, all_reduce, reduce_scatter
+from minidist.optim import square_sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,8 +184,8 @@ def owns(p, mesh):
 
 def grad_norm(params, mesh):
     """Take the norm of the whole finished gradient, each element once.  The same on all ranks."""
-    mine = optim.grad_norm([p for p in params if owns(p, mesh)])
-    return math.sqrt(total([mine ** 2], mesh, mesh.sizes)[0])
+    mine = square_sum([p for p in params if owns(p, mesh)])
+    return math.sqrt(total([mine], mesh, mesh.sizes)[0])
 
 
 def total(numbers, mesh, axes):
