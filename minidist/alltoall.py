@@ -5,12 +5,16 @@
     rank 2   C0 C1 C2 C3            A2 B2 C2 D2
     rank 3   D0 D1 D2 D3            A3 B3 C3 D3
 
-    pairwise   p-1 messages, every piece goes straight to its owner: (p-1)/p of what a rank holds
-    bruck      ceil(log2 p) messages, pieces hop: for tiny pieces, about (log2 p)/2 of what a rank holds
+    price per rank   messages          bytes, of the S that it holds
+    pairwise         p-1               (p-1)/p S: every piece goes straight to its owner
+    bruck            ceil(log2 p)      about (log2 p)/2 S: pieces travel in company, and change; for tiny ones
 
 Lesson: mpirun -n 4 python -m lessons.collectives
-Paper:  Bruck et al. 1997, "Efficient algorithms for all-to-all communications ..."
+Paper:  Bruck et al. 1997, "Efficient algorithms for all-to-all communications in
+        multiport message-passing systems"
 """
+import numpy as np
+
 
 
 def partners(rank, size):
@@ -29,3 +33,34 @@ def pairwise(pieces, received, comm):
     received[comm.rank][...] = pieces[comm.rank]
     for to, source in partners(comm.rank, comm.size):
         comm.sendrecv(pieces[to], to, into=received[source], source=source)
+
+
+def bruck(pieces, received, comm):
+    """Send pieces[s] to rank s and fill received[s] from it, in ceil(log2 p) steps.  p of one size
+
+    Collective: every rank calls.  A piece with i places to go hops over the powers of two in i."""
+    size, rank, n = comm.size, comm.rank, pieces[0].size
+    kept = comm.scratch(3 * size * n, pieces[0].dtype)
+    work, packed, incoming = kept.reshape(3, size, n)
+    for i in range(size):
+        work[i] = pieces[(rank + i) % size]
+    for hop in (1 << k for k in range((size - 1).bit_length())):
+        moving = [i for i in range(size) if i & hop]
+        for slot, i in enumerate(moving):
+            packed[slot] = work[i]
+        comm.sendrecv(packed[:len(moving)], (rank + hop) % size,
+                      into=incoming[:len(moving)], source=(rank - hop) % size)
+        for slot, i in enumerate(moving):
+            work[i] = incoming[slot]
+    for i in range(size):                                  # what came over i places
+        received[(rank - i) % size][...] = work[i]
+
+
+def reduce_scatter(pieces, mine, comm, op=np.add):
+    """Sum over ranks into mine, rank r's piece r: an all_to_all that adds what arrives.  p arrays
+
+    Collective: every rank calls.  Leaves the pieces as they are, which the ring cannot."""
+    mine[...] = pieces[comm.rank]
+    incoming = comm.scratch(mine.size, mine.dtype)
+    for to, source in partners(comm.rank, comm.size):
+        op(mine, comm.sendrecv(pieces[to], to, into=incoming, source=source), out=mine)

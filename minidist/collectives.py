@@ -17,33 +17,54 @@ Lesson: mpirun -n 4 python -m lessons.collectives
 """
 from functools import cache
 from itertools import accumulate
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from minidist import alltoall, ring, tree
+from minidist import alltoall, double_tree, halving, hierarchical, ring, tree
 from minidist.cost import chunks
+from minidist.ring import cut
 
+GROUPS = WeakKeyDictionary()            # comm -> its node's and its rail's group, formed once
 OPS = {"sum": np.add, "max": np.maximum}
 
-# Functions are looked up when called, so that a reader's own can stand in for the module's.
+# Each looks its function up when called, so that a reader's own can stand in for the module's.
 ALGORITHMS = {
     "all_reduce": {
-        "naive": (tree, "naive_all_reduce"),
-        "tree": (tree, "all_reduce"),
-        "recursive_doubling": (tree, "recursive_doubling"),
-        "ring": (ring, "all_reduce"),
+        "naive": lambda *args: tree.naive_all_reduce(*args),
+        "tree": lambda *args: tree.all_reduce(*args),
+        "recursive_doubling": lambda *args: tree.recursive_doubling(*args),
+        "halving_doubling": lambda *args: halving.all_reduce(*args),
+        "ring": lambda *args: ring.all_reduce(*args),
+        "double_tree": lambda *args: double_tree.all_reduce(*args),
+        "hierarchical": lambda x, comm, op: hierarchical.all_reduce(x, node_groups(comm), op),
     },
-    "reduce_scatter": {"ring": (ring, "reduce_scatter")},
-    "all_gather": {"ring": (ring, "all_gather")},
-    "broadcast": {"naive": (tree, "naive_broadcast"), "tree": (tree, "broadcast")},
-    "reduce": {"naive": (tree, "naive_reduce"), "tree": (tree, "reduce")},
-    "all_to_all": {"pairwise": (alltoall, "pairwise")},
+    "reduce_scatter": {
+        "halving": lambda *args: halving.reduce_scatter(*args),
+        "ring": lambda x, sizes, *args: ring.reduce_scatter(cut(x, sizes), *args),
+    },
+    "all_gather": {
+        "doubling": lambda *args: halving.all_gather(*args),
+        "ring": lambda x, sizes, comm: ring.all_gather(cut(x, sizes), comm),
+    },
+    "broadcast": {
+        "naive": lambda *args: tree.naive_broadcast(*args),
+        "tree": lambda *args: tree.broadcast(*args),
+    },
+    "reduce": {
+        "naive": lambda *args: tree.naive_reduce(*args),
+        "tree": lambda *args: tree.reduce(*args),
+    },
+    "all_to_all": {
+        "pairwise": lambda *args: alltoall.pairwise(*args),
+        "bruck": lambda *args: alltoall.bruck(*args),
+    },
 }
 
 
 @cache
 def chosen(collective, nbytes, p):
-    """Name the algorithm that the automatic choice takes for arrays of nbytes (the full one) on p ranks."""
+    """Name the algorithm that the automatic choice takes, for nbytes (of the full array) on p ranks."""
     if collective == "all_reduce":
         return "recursive_doubling" if nbytes <= 32768 or p == 1 else "ring"
     return {"broadcast": "tree", "reduce": "tree", "all_to_all": "pairwise"}.get(collective, "ring")
@@ -58,19 +79,20 @@ def all_reduce(x, comm, op="sum", out=None, algorithm=None):
     return out
 
 
-def reduce_scatter(x, comm, dim=0, sizes=None, op="sum", algorithm=None):
+def reduce_scatter(x, comm, dim=0, sizes=None, op="sum", out=None, algorithm=None):
     """Sum over ranks and keep piece r of the result along dim.  [n] -> [n/p]
 
     sizes: the length of each rank's piece, by default as np.array_split cuts."""
     x = np.asarray(x)
     sizes = checked(sizes or chunks(x.shape[dim], comm.size), x.shape[dim], comm)
-    pieces = [np.array(piece, order="C") for piece in cut(x, dim, sizes)]
-    flat = [piece.reshape(-1) for piece in pieces]
-    run("reduce_scatter", algorithm, x.nbytes, comm, flat, comm, function(op))
-    return pieces[comm.rank]
+    pieces = [np.array(piece, order="C") for piece in split(x, dim, sizes)]
+    work = np.concatenate([piece.reshape(-1) for piece in pieces])
+    flat = [piece.size for piece in pieces]
+    run("reduce_scatter", algorithm, x.nbytes, comm, work, flat, comm, function(op))
+    return cut(work, flat)[comm.rank].reshape(pieces[comm.rank].shape).copy()
 
 
-def all_gather(x, comm, dim=0, sizes=None, algorithm=None):
+def all_gather(x, comm, dim=0, sizes=None, out=None, algorithm=None):
     """Put the ranks' pieces together along dim, in rank order.  [n/p] -> [n]
 
     sizes: the length of each rank's piece along dim; without it, all are as long as mine."""
@@ -80,10 +102,11 @@ def all_gather(x, comm, dim=0, sizes=None, algorithm=None):
         raise ValueError(f"rank {comm.rank} of {comm.name} holds {x.shape[dim]} along dim {dim}, "
                          f"but sizes says {sizes[comm.rank]}")
     shapes = [replaced(x.shape, dim, size) for size in sizes]
-    pieces = [np.empty(shape, x.dtype) for shape in shapes]
+    flat = [int(np.prod(shape)) for shape in shapes]
+    work = np.empty(sum(flat), x.dtype)
+    pieces = [piece.reshape(shape) for piece, shape in zip(cut(work, flat), shapes)]
     pieces[comm.rank][...] = x
-    nbytes = sum(piece.nbytes for piece in pieces)
-    run("all_gather", algorithm, nbytes, comm, [piece.reshape(-1) for piece in pieces], comm)
+    run("all_gather", algorithm, work.nbytes, comm, work, flat, comm)
     return np.concatenate(pieces, axis=dim)
 
 
@@ -109,7 +132,7 @@ def scatter(x, comm, root=0, sizes=None):
     On the other ranks only the shape and dtype of x matter."""
     x = np.asarray(x)
     sizes = checked(sizes or chunks(len(x), comm.size), len(x), comm)
-    pieces = cut(x, 0, sizes)
+    pieces = split(x, 0, sizes)
     mine = np.array(pieces[comm.rank], order="C")
     with comm.operation("scatter", None):
         if comm.rank != root:
@@ -131,7 +154,7 @@ def gather(x, comm, root=0, sizes=None):
         if comm.rank != root:
             comm.send(x, root)
             return None
-        pieces = cut(whole, 0, sizes)
+        pieces = split(whole, 0, sizes)
         pieces[root][...] = x
         for rank in tree.others(comm, root):
             comm.recv(pieces[rank], source=rank)
@@ -146,7 +169,8 @@ def all_to_all(pieces, comm, shapes=None, algorithm=None):
     shapes = shapes or [piece.shape for piece in pieces]
     received = [np.empty(shape, pieces[0].dtype) for shape in shapes]
     nbytes = sum(piece.nbytes for piece in pieces)
-    run("all_to_all", algorithm, nbytes, comm, pieces, received, comm)
+    run("all_to_all", algorithm, nbytes, comm, [piece.reshape(-1) for piece in pieces],
+        [piece.reshape(-1) for piece in received], comm)
     return received
 
 
@@ -156,9 +180,15 @@ def run(collective, algorithm, nbytes, comm, *args):
     if algorithm not in ALGORITHMS[collective]:
         raise ValueError(f"{collective} has no algorithm {algorithm!r}; "
                          f"it has {', '.join(ALGORITHMS[collective])}")
-    module, name = ALGORITHMS[collective][algorithm]
     with comm.operation(collective, algorithm):
-        getattr(module, name)(*args)
+        ALGORITHMS[collective][algorithm](*args)
+
+
+def node_groups(comm):
+    """My node's group and my rail, formed at the first call."""
+    if comm not in GROUPS:
+        GROUPS[comm] = hierarchical.groups(comm)
+    return GROUPS[comm]
 
 
 def function(op):
@@ -183,7 +213,7 @@ def target(x, out):
     return out
 
 
-def cut(x, dim, sizes):
+def split(x, dim, sizes):
     """Views of consecutive pieces of x along dim."""
     return np.split(x, list(accumulate(sizes))[:-1], axis=dim)
 

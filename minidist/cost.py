@@ -2,17 +2,13 @@
 
 Bytes are bytes *sent* by one rank.  Imports nothing but math, knows no array and no rank but its number.
 """
-import math
 from typing import NamedTuple
 
+# === Collectives: cost.all_reduce("ring", p, n, itemsize, rank) -> Price(steps, messages, bytes) ===
 
-# === Collectives ===
-
-def chunks(n, p):
-    """The one chunking rule: p lengths that add up to n, the first n mod p are one longer.
-
-    As np.array_split cuts."""
-    return [n // p + (r < n % p) for r in range(p)]
+from minidist.traffic import (                                                  # noqa: F401
+    Price, all_gather, all_reduce, all_to_all, broadcast, chunks, double_tree, gather, hierarchical,
+    reduce, reduce_scatter, scatter)
 
 
 # === One training step ===

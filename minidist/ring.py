@@ -10,7 +10,11 @@ The vector is cut into p chunks, and chunks only ever move one place to the righ
 Lesson: mpirun -n 4 python -m lessons.ring
 Paper:  Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
 """
+from itertools import accumulate
+
 import numpy as np
+
+from minidist.cost import chunks
 
 
 def reduce_scatter(chunks, comm, op=np.add):
@@ -37,6 +41,13 @@ def all_reduce(x, comm, op=np.add):
 
     Collective: every rank calls.  Chunk c is summed in the order x_(c+1), x_(c+2), ..., x_c on every
     rank: the result is bitwise the same everywhere, and the same in every run."""
-    chunks = np.array_split(x, comm.size)
-    reduce_scatter(chunks, comm, op)
-    all_gather(chunks, comm)
+    pieces = cut(x, chunks(x.size, comm.size))
+    reduce_scatter(pieces, comm, op)
+    all_gather(pieces, comm)
+
+
+def cut(x, sizes):
+    """Cut a vector into consecutive views.  [n] -> p views
+
+    np.split does the same, ten times slower, which small messages would feel."""
+    return [x[end - size:end] for size, end in zip(sizes, accumulate(sizes))]

@@ -106,43 +106,57 @@ def recursive_doubling(x, comm, op=np.add):
 
     Collective: every rank calls.  Partners add the same two numbers, so all ranks agree bitwise."""
     incoming = comm.scratch(x.size, x.dtype)
-    fold(x, comm, op, incoming)
-    team = power_of_two_team(comm.size)
-    if comm.rank in team:
-        place = team.index(comm.rank)
-        for bit in bits(len(team)):
-            partner = team[place ^ bit]
-            op(x, comm.sendrecv(x, partner, into=incoming, source=partner), out=x)
-    unfold(x, comm)
+    fold(x, incoming, comm, op)
+    for bit in bits(comm) if comm.rank in team(comm.size) else ():
+        other = partner(comm, bit)
+        op(x, comm.sendrecv(x, other, into=incoming, source=other), out=x)
+    from_team(x, comm)
 
 
-def bits(size):
-    """List 1, 2, 4, ... below size."""
-    return [1 << k for k in range((size - 1).bit_length())]
-
+# --- Where a power of two is needed, the ranks outside a team lean on their right neighbours. ---
 
 @cache
-def power_of_two_team(size):
-    """The ranks that do the work where a power of two is needed; the others are folded in.
-
-    Of 6 ranks, 0 gives its vector to 1 and 2 to 3: the team is 1, 3, 4, 5."""
+def team(size):
+    """The ranks that do the work, a power of two; of 6 ranks 0 leans on 1, 2 on 3: 1, 3, 4, 5."""
     extra = size - (1 << size.bit_length() - 1)
     return (*range(1, 2 * extra, 2), *range(2 * extra, size))
 
 
-def fold(x, comm, op, incoming):
-    """Add the vectors of the ranks outside the team to their right neighbour's.  [n]"""
-    team = power_of_two_team(comm.size)
-    if comm.rank not in team:
+def bits(comm):
+    """1, 2, 4, ... below the team's size: the distances at which its members meet."""
+    return [1 << k for k in range(comm.size.bit_length() - 1)]
+
+
+def partner(comm, bit):
+    """The member of the team whose place differs from mine in one bit."""
+    members = team(comm.size)
+    return members[members.index(comm.rank) ^ bit]
+
+
+def helps(comm):
+    """Whether my left neighbour leans on me."""
+    return comm.rank > 0 and comm.rank - 1 not in team(comm.size)
+
+
+def to_team(x, into, comm):
+    """Send x from a rank outside the team to its helper's into; True where it arrived."""
+    if comm.rank not in team(comm.size):
         comm.send(x, comm.rank + 1)
-    elif comm.rank - 1 not in team and comm.rank > 0:
-        op(x, comm.recv(incoming, source=comm.rank - 1), out=x)
+    elif helps(comm):
+        comm.recv(into, source=comm.rank - 1)
+        return True
+    return False
 
 
-def unfold(x, comm):
-    """Hand the result to the ranks outside the team.  [n]"""
-    team = power_of_two_team(comm.size)
-    if comm.rank not in team:
+def from_team(x, comm):
+    """Fill x of the ranks outside the team from their helpers."""
+    if comm.rank not in team(comm.size):
         comm.recv(x, source=comm.rank + 1)
-    elif comm.rank - 1 not in team and comm.rank > 0:
+    elif helps(comm):
         comm.send(x, comm.rank - 1)
+
+
+def fold(x, incoming, comm, op):
+    """Add the vectors of the ranks outside the team to their helpers'.  [n]"""
+    if to_team(x, incoming, comm):
+        op(x, incoming, out=x)

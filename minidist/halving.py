@@ -1,0 +1,88 @@
+"""Recursive halving and doubling: the ring's traffic in log2 p steps.
+
+Ranks whose numbers differ in one bit swap halves of what they still share, the farthest first:
+
+    rank 0   [ a0 a1 a2 a3 ]  with 2:  [ a0 a1 ]  with 1:  [ a0 ]      halve, adding what comes:
+    rank 1   [ b0 b1 b2 b3 ]  with 3:  [ b0 b1 ]  with 0:  [ b1 ]      in the end rank r holds
+    rank 2   [ c0 c1 c2 c3 ]  with 0:  [ c2 c3 ]  with 3:  [ c2 ]      piece r of the sum
+    rank 3   [ d0 d1 d2 d3 ]  with 1:  [ d2 d3 ]  with 2:  [ d3 ]
+
+and the same steps backwards, without adding, double the range that each holds.
+
+    price per rank   2 log2 p messages, 2(p-1)/p of the vector; if p is not a power of two, the ranks
+                     outside the team and those that help them send the whole vector once more
+
+Lesson: mpirun -n 4 python -m lessons.ring
+Paper:  Rabenseifner 2004, "Optimization of collective reduction operations"
+"""
+from itertools import accumulate
+
+import numpy as np
+
+from minidist.cost import chunks
+from minidist.tree import bits, fold, from_team, helps, partner, team, to_team
+
+
+def reduce_scatter(x, sizes, comm, op=np.add):
+    """Sum in place; afterwards piece r of x is complete on rank r, the rest is not.  [n]
+
+    Collective: every rank calls.  sizes: the length of each rank's piece."""
+    fold(x, comm.scratch(x.size, x.dtype), comm, op)
+    halve(x, sizes, comm, op)
+    from_team(leaning_piece(x, sizes, comm), comm)
+
+
+def all_gather(x, sizes, comm):
+    """Fill in all of x, starting from piece r on rank r.  [n]
+
+    Collective: every rank calls.  sizes: the length of each rank's piece."""
+    piece = leaning_piece(x, sizes, comm)
+    to_team(piece, piece, comm)
+    double(x, sizes, comm)
+    from_team(x, comm)
+
+
+def all_reduce(x, comm, op=np.add):
+    """Sum in place over ranks: halve, then double.  [n]
+
+    Collective: every rank calls.  Every piece is finished on one rank, so all ranks agree bitwise."""
+    sizes = chunks(x.size, comm.size)
+    fold(x, comm.scratch(x.size, x.dtype), comm, op)
+    halve(x, sizes, comm, op)
+    double(x, sizes, comm)
+    from_team(x, comm)
+
+
+def halve(x, sizes, comm, op):
+    """Swap ever smaller halves of x within the team, adding, until only my own range is left."""
+    incoming = comm.scratch(x.size, x.dtype)
+    for bit in reversed(bits(comm)) if comm.rank in team(comm.size) else ():
+        mine, theirs, other = halves(x, sizes, comm, bit)
+        op(mine, comm.sendrecv(theirs, other, into=incoming[:mine.size], source=other), out=mine)
+
+
+def double(x, sizes, comm):
+    """Swap what is finished within the team, from my own range up to all of x."""
+    for bit in bits(comm) if comm.rank in team(comm.size) else ():
+        mine, theirs, other = halves(x, sizes, comm, bit)
+        comm.sendrecv(mine, other, into=theirs, source=other)
+
+
+def halves(x, sizes, comm, bit):
+    """The block of `bit` members' ranges that has my own, the block of my partner's, and who it is.
+
+    A helper's range also covers the piece of the rank that leans on it, just left of its own."""
+    members = team(comm.size)
+    ends = list(accumulate(sizes))
+    bounds = [0, *(ends[rank] for rank in members)]
+    place = members.index(comm.rank)
+    first, other = place & -bit, (place & -bit) ^ bit
+    return (x[bounds[first]:bounds[first + bit]], x[bounds[other]:bounds[other + bit]],
+            members[place ^ bit])
+
+
+def leaning_piece(x, sizes, comm):
+    """The piece of the rank outside the team that I am or that I help (for others: not used)."""
+    rank = comm.rank - 1 if helps(comm) else comm.rank
+    start = sum(sizes[:rank])
+    return x[start:start + sizes[rank]]

@@ -1,0 +1,52 @@
+"""Hierarchical AllReduce: inside the nodes, across the nodes, inside the nodes again.
+
+    node 0           node 1                   two nodes of three ranks: the three rails are
+    0   1   2        3   4   5                 {0, 3}  {1, 4}  {2, 5}
+
+    reduce_scatter   in each node, a ring     -> rank k of a node holds chunk k of the node's sum
+    all_reduce       on each rail, a ring     -> ... of everybody's sum
+    all_gather       in each node, a ring     -> every rank holds everything
+
+    price            the flat ring's total bytes, not fewer; but 2(g-1) + 2(k-1) steps instead of 2(gk-1)
+                     (k nodes of g ranks), and what leaves a node leaves it through g ports, not one
+
+Lesson: mpirun -n 4 python -m lessons.collectives
+Paper:  Thakur, Rabenseifner & Gropp 2005, section 6; NCCL and Horovod know it by this name
+"""
+from typing import NamedTuple
+
+import numpy as np
+
+from minidist import ring
+from minidist.comm import Comm
+from minidist.cost import chunks
+
+
+class Groups(NamedTuple):
+    """My two groups, and how many rails there are: as many as the smallest node has ranks."""
+    node: Comm
+    rail: Comm | None
+    rails: int
+
+
+def all_reduce(x, groups, op=np.add):
+    """Sum in place over all ranks of all nodes.  [n]
+
+    Collective: every rank calls.  Nodes may differ in size: ranks beyond the rails get empty chunks."""
+    node, rail, rails = groups
+    pieces = ring.cut(x, chunks(x.size, rails) + [0] * (node.size - rails))
+    ring.reduce_scatter(pieces, node, op)
+    if rail is not None:
+        ring.all_reduce(pieces[node.rank], rail, op)
+    ring.all_gather(pieces, node)
+
+
+def groups(comm, node=None):
+    """Form my node's group and my rail: the ranks that have my place on the other nodes.
+
+    Collective: every rank calls.  node: a group to use instead of the machine's ranks."""
+    node = node or comm.node()
+    smallest = np.array([-node.size])
+    ring.all_reduce(smallest, comm, np.maximum)
+    rails = -int(smallest[0])
+    return Groups(node, comm.split(node.rank if node.rank < rails else None, name="rail"), rails)

@@ -1,0 +1,178 @@
+"""What each rank pays for a collective, in closed form: cost's section on messages.
+
+    cost.all_reduce("ring", p=4, n=1000, itemsize=4, rank=0)  ->  Price(steps=6, messages=6, bytes=6000)
+
+bytes     payload bytes *sent* by this rank, exact for uneven sizes and for any p
+messages  how many it sends, empty ones included
+steps     sends, receives and exchanges that it must do one after the other
+
+Written from the algorithms' descriptions and sharing no code with them, so that counting is a check.
+
+Lesson: mpirun -n 4 python -m lessons.collectives
+"""
+from itertools import accumulate
+from typing import NamedTuple
+
+TREE_CHUNK = 1 << 16            # bytes: the double tree's pipeline moves its halves in such chunks
+
+
+class Price(NamedTuple):
+    """What one rank pays for one collective."""
+    steps: int
+    messages: int
+    bytes: int
+
+    def __add__(self, other):
+        return Price(*map(sum, zip(self, other)))
+
+
+def chunks(n, p):
+    """The one chunking rule: p lengths that add up to n, the first n mod p are one longer."""
+    return [n // p + (r < n % p) for r in range(p)]
+
+
+def all_reduce(algorithm, p, n, itemsize, rank):
+    """Price of summing n elements over p ranks."""
+    if algorithm == "naive":
+        return reduce("naive", p, n, itemsize, rank) + broadcast("naive", p, n, itemsize, rank)
+    if algorithm == "tree":
+        return reduce("tree", p, n, itemsize, rank) + broadcast("tree", p, n, itemsize, rank)
+    if algorithm == "ring":
+        sizes = chunks(n, p)
+        return (reduce_scatter("ring", sizes, itemsize, rank)
+                + all_gather("ring", sizes, itemsize, rank))
+    if algorithm == "double_tree":
+        return double_tree(p, n, itemsize, rank)
+    place, helps, log = team_place(p, rank)
+    if place is None:                                       # gives away all, gets back all
+        return Price(2, 1, n * itemsize)
+    if algorithm == "recursive_doubling":
+        return Price(log + 2 * helps, log + helps, (log + helps) * n * itemsize)
+    ranges = team_ranges(chunks(n, p))
+    sent = n - ranges[place] + doubled(ranges, place) + helps * n
+    return Price(2 * log + 2 * helps, 2 * log + helps, sent * itemsize)
+
+
+def reduce_scatter(algorithm, sizes, itemsize, rank):
+    """Price of summing over ranks and keeping sizes[rank] elements of the sum."""
+    p, n = len(sizes), sum(sizes)
+    if algorithm in ("ring", "pairwise"):
+        return Price(p - 1, p - 1, (n - sizes[rank]) * itemsize)
+    place, helps, log = team_place(p, rank)
+    if place is None:
+        return Price(2, 1, n * itemsize)
+    sent = n - team_ranges(sizes)[place] + (sizes[rank - 1] if helps else 0)
+    return Price(log + 2 * helps, log + helps, sent * itemsize)
+
+
+def all_gather(algorithm, sizes, itemsize, rank):
+    """Price of collecting every rank's sizes[rank] elements on all ranks."""
+    p, n = len(sizes), sum(sizes)
+    if algorithm == "ring":
+        return Price(p - 1, p - 1, (n - sizes[(rank + 1) % p]) * itemsize)
+    place, helps, log = team_place(p, rank)
+    if place is None:
+        return Price(2, 1, sizes[rank] * itemsize)
+    sent = doubled(team_ranges(sizes), place) + helps * n
+    return Price(log + 2 * helps, log + helps, sent * itemsize)
+
+
+def broadcast(algorithm, p, n, itemsize, rank, root=0):
+    """Price of giving n elements of the root to all."""
+    place = (rank - root) % p
+    sends = binomial_children(p, place) if algorithm == "tree" else (p - 1) * (place == 0)
+    return Price(sends + (place > 0), sends, sends * n * itemsize)
+
+
+def reduce(algorithm, p, n, itemsize, rank, root=0):
+    """Price of summing n elements on the root: a broadcast backwards."""
+    place = (rank - root) % p
+    steps = broadcast(algorithm, p, n, itemsize, rank, root).steps
+    return Price(steps, int(place > 0), (place > 0) * n * itemsize)
+
+
+def scatter(sizes, itemsize, rank, root=0):
+    """Price of handing out the root's array, sizes[r] elements to rank r."""
+    others = len(sizes) - 1
+    if rank != root:
+        return Price(1, 0, 0)
+    return Price(others, others, (sum(sizes) - sizes[root]) * itemsize)
+
+
+def gather(sizes, itemsize, rank, root=0):
+    """Price of collecting sizes[r] elements of every rank r on the root."""
+    if rank == root:
+        return Price(len(sizes) - 1, 0, 0)
+    return Price(1, 1, sizes[rank] * itemsize)
+
+
+def all_to_all(algorithm, sizes, itemsize, rank):
+    """Price of sending sizes[s] elements to each rank s (all the same for Bruck's)."""
+    p = len(sizes)
+    if algorithm == "pairwise":
+        return Price(p - 1, p - 1, (sum(sizes) - sizes[rank]) * itemsize)
+    log = (p - 1).bit_length()
+    hops = sum(bin(i).count("1") for i in range(p))         # a piece hops once per bit of its way
+    return Price(log, log, hops * sizes[0] * itemsize)
+
+
+def double_tree(p, n, itemsize, rank, chunk_bytes=TREE_CHUNK):
+    """Price of NCCL's all_reduce: each half up and down a tree of its own, in chunks."""
+    halves = chunks(n, 2)
+    places = rank, (p - 1 - rank if p % 2 == 0 else (rank - 1) % p)
+    pieces = max(1, -(-halves[0] // max(1, chunk_bytes // itemsize)))
+    price = Price(0, 0, 0)
+    for half, place in zip(halves, places):
+        up, down = int(place > 0), inner_children(p, place)
+        sends = up + down                                   # and as many receives
+        price += Price(2 * sends * pieces, sends * pieces, sends * half * itemsize)
+    return price
+
+
+def hierarchical(nodes, n, itemsize, rank):
+    """Price of an all_reduce in and across nodes: nodes[k] consecutive ranks on node k."""
+    ends = list(accumulate(nodes))
+    node = next(k for k, end in enumerate(ends) if rank < end)
+    place, rails = rank - (ends[node] - nodes[node]), min(nodes)
+    sizes = chunks(n, rails) + [0] * (nodes[node] - rails)
+    price = (reduce_scatter("ring", sizes, itemsize, place)
+             + all_gather("ring", sizes, itemsize, place))
+    if place < rails:
+        price += all_reduce("ring", len(nodes), sizes[place], itemsize, node)
+    return price
+
+
+def team_place(p, rank):
+    """(place in the largest power of two, whether it helps a left neighbour, log2 of the team)
+
+    A rank outside the team has no place: it leans on its right neighbour."""
+    log = p.bit_length() - 1
+    extra = p - (1 << log)
+    if rank >= 2 * extra:
+        return rank - extra, 0, log
+    return (rank // 2, 1, log) if rank % 2 else (None, 0, log)
+
+
+def team_ranges(sizes):
+    """How many elements each member of the team answers for: its own, and those of who leans on it."""
+    extra = len(sizes) - (1 << len(sizes).bit_length() - 1)
+    return [sizes[2 * i] + sizes[2 * i + 1] for i in range(extra)] + list(sizes[2 * extra:])
+
+
+def doubled(ranges, place):
+    """Elements that a member sends while blocks of 1, 2, 4, ... ranges double."""
+    bits = [1 << k for k in range((len(ranges) - 1).bit_length())]
+    return sum(sum(ranges[place & -bit:(place & -bit) + bit]) for bit in bits)
+
+
+def binomial_children(p, place):
+    """How many ranks the one at this place serves in a binomial tree: one per free lower bit."""
+    below = place & -place if place else 1 << (p - 1).bit_length()
+    return sum(place + (1 << k) < p for k in range(below.bit_length() - 1))
+
+
+def inner_children(p, place):
+    """How many children it has in a binary tree where odd places are leaves, and 0 has one child."""
+    if place == 0:
+        return int(p > 1)
+    return 0 if place % 2 else 1 + (place + 1 < p)
