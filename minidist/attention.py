@@ -38,13 +38,11 @@ def scaled_dot_product_attention(q, k, v, causal=True, positions=None, key_posit
     qs = (q.data * scale).reshape(B, K, H // K, T, e)
     ks, vs = k.data[:, :, None], v.data[:, :, None]
     out = np.empty((B, T, K, H // K, e), q.dtype).transpose(0, 2, 3, 1, 4)
-    tiles = [(slice(lo, hi), slice(0, end), hidden)
-             for lo, hi, end, hidden in _tiles(T, S, causal, positions, key_positions, q.dtype)]
     masks = None if dropout is None else dropout.reshape(B, K, H // K, T, S).swapaxes(-1, -2)
-    weights = []
-    for rows, seen, hidden in tiles:
+    tiles = []                                              # queries, keys they see, weights
+    for rows, seen, hidden in _tiles(T, S, causal, positions, key_positions, q.dtype):
         p = _softmax(ks[..., seen, :] @ qs[..., rows, :].swapaxes(-1, -2), hidden)
-        weights.append(p)
+        tiles.append((rows, seen, p))
         kept = p if masks is None else p * masks[..., seen, rows]
         np.matmul(kept.swapaxes(-1, -2), vs[..., seen, :], out=out[..., rows, :])
 
@@ -52,7 +50,7 @@ def scaled_dot_product_attention(q, k, v, causal=True, positions=None, key_posit
         g = g.reshape(out.shape)
         gq, gk, gv = np.empty_like(qs), np.zeros_like(k.data), np.zeros_like(v.data)
         dot = np.einsum("bkgte,bkgte->bkgt", g, out)        # sum of weight x its gradient
-        for (rows, seen, _), p in zip(tiles, weights):
+        for rows, seen, p in tiles:
             gp = vs[..., seen, :] @ g[..., rows, :].swapaxes(-1, -2)
             kept = p
             if masks is not None:
@@ -68,7 +66,7 @@ def scaled_dot_product_attention(q, k, v, causal=True, positions=None, key_posit
 
 
 def _tiles(T, S, causal, positions, key_positions, dtype):
-    """Yield (first query, end, end of the keys they see, what to add to hide the others)."""
+    """Yield (queries, keys they may see, what to add to the scores of the last of these)."""
     plain = causal and positions is None and key_positions is None and T == S
     qs = np.arange(T) if positions is None else np.asarray(positions)
     ks = np.arange(S) if key_positions is None else np.asarray(key_positions)
@@ -79,7 +77,7 @@ def _tiles(T, S, causal, positions, key_positions, dtype):
         if causal:
             visible = qs[lo:hi] >= ks[first:end, None]
             hidden = np.where(visible, 0, -np.inf).astype(dtype)
-        yield lo, hi, end, hidden
+        yield slice(lo, hi), slice(0, end), hidden
 
 
 def _softmax(s, hidden):

@@ -166,9 +166,14 @@ def _pass(node, sums, uses, thunks):
     g, _ = sums.take(node)
     vjp, parents = node.vjp, node.parents
     node.vjp, node.parents = None, ()
+    contributions = (None,) * len(parents)
     if g is not None:
         _check_unchanged(vjp, node.born)
-    for target, c in zip(parents, (None,) * len(parents) if g is None else vjp(g), strict=True):
+        contributions = vjp(g)
+    if len(contributions) != len(parents):
+        raise RuntimeError(f"the backward of {_operation(vjp)} returned {len(contributions)} "
+                           f"gradients for {len(parents)} parents")
+    for target, c in zip(parents, contributions):
         if target is None:
             continue
         leaf = not isinstance(target, Node)
@@ -298,6 +303,10 @@ def _check_unchanged(vjp, born):
     recent = [span for span, when in _state.changes.items() if when > born]
     for low, high in map(byte_bounds, _captured(vjp)):
         if any(low < b and a < high for a, b in recent):
-            operation = vjp.__qualname__.split(".<locals>")[0]
-            raise RuntimeError(f"an array that the backward of {operation} needs was changed in "
-                               "place after its forward, as by an optimizer step in between")
+            raise RuntimeError(f"an array that the backward of {_operation(vjp)} needs was changed "
+                               "in place after its forward, as by an optimizer step in between")
+
+
+def _operation(vjp):
+    """Name the function in which a vjp was written."""
+    return getattr(vjp, "__qualname__", repr(vjp)).split(".<locals>")[0]
