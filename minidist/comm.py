@@ -79,7 +79,7 @@ class Comm:
         self._wires = wire, wire.dup()             # messages; messages inside a collective
         self._wire, self._tag, self._sequence = wire, 0, 0
         self._label, self._depth, self._collectives = None, 0, 0
-        self._events, self._buffer, self._status = None, np.empty(0, "u1"), wire.status
+        self._events, self._buffers, self._status = None, {}, wire.status
 
     def __repr__(self):
         return f"Comm({self.name!r}, rank {self.rank} of {self.size})"
@@ -205,12 +205,13 @@ class Comm:
             for comm in self._everyone():
                 comm._events = None
 
-    def scratch(self, n, dtype):
+    def scratch(self, n, dtype, slot=0):
         """A kept buffer of n elements, for data that nobody needs after the next call."""
-        dtype = np.dtype(dtype)
-        if self._buffer.size < n * dtype.itemsize:
-            self._buffer = np.empty(n * dtype.itemsize, "u1")
-        return self._buffer[:n * dtype.itemsize].view(dtype)
+        nbytes = n * np.dtype(dtype).itemsize
+        buffer = self._buffers.get(slot)
+        if buffer is None or buffer.size < nbytes:
+            buffer = self._buffers[slot] = np.empty(nbytes, "u1")
+        return buffer[:nbytes].view(dtype)
 
     # -- one message ----------------------------------------------------------------------
 
