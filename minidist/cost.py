@@ -43,8 +43,7 @@ def block_activations(B, T, D, H, K=None, w=4, tile=64, dropout=False):
         Kept("layer_norm", "the normalised rows, 1/deviation", "N D + N", (N * D + N) * w),
         Kept("linear qkv", "its input", "N D", N * D * w),
         Kept("attention", "q, k, v, q/sqrt(e), the output", "N (3D + 2Ke)", N * (3 * D + kv) * w),
-        Kept("attention", "the weights a query sees, by tile", "B H tiles", B * H * tiles(T, tile) * w),
-        Kept("attention", "what hides the future", "tile^2", diagonals(T, tile) * w),
+        Kept("attention", "the weights a query sees", "B H T^2", B * H * tiles(T, tile) * w),
         Kept("linear proj", "its input: attention's output", "", 0),
         Kept("layer_norm", "the normalised rows, 1/deviation", "N D + N", (N * D + N) * w),
         Kept("linear fc1", "its input", "N D", N * D * w),
@@ -57,13 +56,10 @@ def block_activations(B, T, D, H, K=None, w=4, tile=64, dropout=False):
 
 
 def tiles(T, tile):
-    """Count the weights of causal attention in tiles: `tile` queries meet the keys up to their last."""
+    """Count the weights of causal attention, T^2 less the tiles above the diagonal.
+
+    In tiles: each `tile` queries meet the keys up to their last one's."""
     return sum(min(tile, T - i) * min(i + tile, T) for i in range(0, T, tile))
-
-
-def diagonals(T, tile):
-    """Count the pairs of the tiles on the diagonal, the only ones that see a part of their keys."""
-    return sum(min(tile, T - i) ** 2 for i in range(0, T, tile))
 
 
 def gpt_activations(B, T, D, H, L, V, targets, K=None, w=4, tile=64, dropout=False):
@@ -78,3 +74,103 @@ def gpt_activations(B, T, D, H, L, V, targets, K=None, w=4, tile=64, dropout=Fal
 def textbook_activations(B, T, D, H):
     """Bytes per layer by Korthikanti et al. 2022: 16-bit numbers, masks of one byte, full T x T."""
     return 34 * B * T * D + 5 * H * T * T * B
+
+
+# === Data parallelism: the gradients of one step ===
+#
+# algorithm(nbytes) -> the all_reduce that is taken for a message of that size.
+
+def ddp(buckets, p, itemsize, rank, algorithm):
+    """Price of DistributedDataParallel: one all_reduce per bucket.  About 2(p-1)/p of the gradients
+
+    buckets: elements in each, its gradients and one flag for every parameter."""
+    prices = [all_reduce(algorithm(n * itemsize), p, n, itemsize, rank) for n in buckets]
+    return Price(*map(sum, zip(*prices, strict=True)))
+
+
+def dp(parameters, p, itemsize, rank, algorithm):
+    """Price of the plain form: one all_reduce per parameter, and one for all their flags.
+
+    parameters: elements in each."""
+    flags = all_reduce(algorithm(4 * len(parameters)), p, len(parameters), 4, rank)
+    gradients = ddp(parameters, p, itemsize, rank, algorithm)
+    return Price(*map(sum, zip(flags, gradients, strict=True)))
+
+
+# === Tensor and sequence parallelism ===
+#
+# p ranks cut each layer of the GPT above; sizes are those of the whole model and the whole batch.
+# chosen(collective, nbytes, p) -> the algorithm that is taken, as collectives.chosen.
+
+def tp_parameters(D, L, T, V, H, p, rank, K=None, tied=True):
+    """Count what one rank holds: matrices / p; norms, row biases and positions whole."""
+    K, e = K or H, D // H
+    hidden, sharers = chunks(4 * D, p)[rank], max(1, p // K)
+    keys = max(1, K // p) * chunks(e, sharers)[rank % sharers]   # and as many rows of values
+    attention = (D // p + 2 * keys) * (D + 1) + D * (D // p) + D
+    mlp = hidden * (D + 1) + D * hidden + D
+    words = chunks(V, p)[rank] * D * (1 if tied else 2)
+    return words + T * D + L * (attention + mlp + 4 * D) + 2 * D
+
+
+def tp(B, T, D, L, p, itemsize, rank, chosen):
+    """Price of one step's tensor parallelism.  -> (forward, backward)
+
+    Two all_reduces of [B, T, D] per layer each way; one more for the embedding (forward) and for
+    the head (backward); three of [B, T] in the loss.  tp_keys comes on top where p > K."""
+    def reduce(n):
+        return all_reduce(chosen("all_reduce", n * itemsize, p), p, n, itemsize, rank)
+
+    layers = times(2 * L + 1, reduce(B * T * D))
+    return layers + times(3, reduce(B * T)), layers
+
+
+def tp_keys(B, T, D, H, K, L, p, itemsize, rank, chosen):
+    """Price of sharing each key/value head among p/K ranks.  -> (forward, backward)"""
+    sharers = max(1, p // K)
+    sizes = [B * T * 2 * e for e in chunks(D // H, sharers)]
+    return tuple(times(L, move(chosen(name, sum(sizes) * itemsize, sharers), sizes, itemsize,
+                               rank % sharers))
+                 for name, move in (("all_gather", all_gather), ("reduce_scatter", reduce_scatter)))
+
+
+def sp(B, T, D, L, p, itemsize, rank, chosen, keep_input=False):
+    """Price of one step's sequence parallelism.  -> (forward, backward)
+
+    Every all_reduce of tp becomes a reduce_scatter in one place and an all_gather in another;
+    unless they keep their input, two layers of a block (and the head) gather it once more."""
+    sizes = [B * T // p * D] * p
+    gather, scatter = (move(chosen(name, sum(sizes) * itemsize, p), sizes, itemsize, rank)
+                       for name, move in (("all_gather", all_gather),
+                                          ("reduce_scatter", reduce_scatter)))
+    loss = all_reduce(chosen("all_reduce", B * T * itemsize, p), p, B * T, itemsize, rank)
+    layers = times(2 * L + 1, gather + scatter)
+    again = times(0 if keep_input else 2 * L + 1, gather)
+    return layers + times(3, loss), layers + again
+
+
+def times(k, price):
+    """Pay a price k times."""
+    return Price(*(k * x for x in price))
+
+
+# what a block keeps, by what cuts it: tensor parallelism, or only sequence parallelism
+INSIDE = ("attention", "linear proj", "gelu", "linear fc2")
+EVERYWHERE = ("what hides the future",)
+
+
+def tp_block_activations(B, T, D, H, p, K=None, w=4, tile=64, dropout=False, sequence=None):
+    """List what one block keeps on one of p ranks (p divides K), as block_activations does.
+
+    sequence: None for tensor parallelism alone; "again" or "keep" for sequence parallelism that
+    gathers a column-parallel layer's input again in backward, or keeps it."""
+    def divisor(kept):
+        if kept.what in EVERYWHERE:
+            return 1
+        if kept.operation in INSIDE or kept.what == "mask of the weights":
+            return p
+        gathered = kept.operation.startswith("linear") and sequence == "keep"
+        return p if sequence and not gathered else 1
+
+    return [kept._replace(bytes=kept.bytes // divisor(kept))
+            for kept in block_activations(B, T, D, H, K, w, tile, dropout)]
