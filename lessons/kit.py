@@ -72,7 +72,7 @@ __all__ = ["run", "run_on_threads", "breaks", "difference", "duration", "fold", 
 
 def run(main):
     """Run a lesson as a command, on the ranks it was started on.  Never returns."""
-    launch.run(lambda: _command(read(main), sys.argv[1:]))
+    launch.run(lambda: sys.exit(_command(read(main), sys.argv[1:])))
 
 
 def run_on_threads(main, ranks, argv=()):
@@ -134,7 +134,7 @@ class Lesson:
         self.comm = comm.split(0, name="world")
         self.side = comm.split(0, name="kit")              # its messages are not the lesson's
         self.checks, self.counts, self.broken = [], [], []
-        self.parts, self.last = 0, ""
+        self.parts, self.last, self.terse = 0, "", False    # terse: print only what is wrong
 
     # ---- showing
 
@@ -198,9 +198,9 @@ class Lesson:
         errors = [np.inf if e is None or e != e else e for e in self.collect(float(error))]
         worst = max(errors)
         self.checks.append(dict(name=name, error=worst, bound=bound, ok=worst <= bound))
-        where = "" if worst <= bound or self.comm.size == 1 else f" on rank {errors.index(worst)}"
-        self.say(f"{name}: difference {tables.relative(worst)} (bound {tables.relative(bound)})"
-                 f"   {_mark(worst <= bound)}{where}")
+        if not (self.terse and worst <= bound):
+            self.say(f"{name:56}  {tables.relative(worst):>7} (bound {tables.relative(bound)})  "
+                     + self._mark(worst <= bound, errors.index(worst)))
         return worst <= bound
 
     def ledger(self, *rows):
@@ -215,17 +215,17 @@ class Lesson:
             ok = predicted == counted
             self.counts.append(dict(quantity=quantity, formula=formula, predicted=predicted,
                                     measured=counted, ok=ok))
-            shown.append([quantity, formula, predicted, counted,
-                          _mark(ok) + ("" if ok else f" on rank {rank}")])
-        self.table(["quantity", "formula", "predicted", "counted", ""], shown)
+            if not (self.terse and ok):
+                shown.append([quantity, formula, predicted, counted, self._mark(ok, rank)])
+        if shown:
+            self.table(["quantity", "formula", "predicted", "counted", ""], shown)
 
-    def verdict(self, result):
-        """Print a comparison with one-process training (minidist.verify) and count it as a check."""
-        self.say(result.line)
-        ok = all(self.collect(bool(result.ok)))
-        self.checks.append(dict(name="same training", error=float(result.error),
-                                bound=float(result.bound), ok=ok))
-        return ok
+    def verdict(self, verdict):
+        """Print verify's comparison with one-process training and count it as a check.  -> bool"""
+        self.say(verdict.line())
+        self.checks.append(dict(name="the same training", error=float(verdict.worst),
+                                bound=verdict.bound, ok=bool(verdict.equal)))
+        return self.checks[-1]["ok"]
 
     def break_it(self, bug):
         """Run prove() with a planted bug in place and demand that one of its checks notices."""
@@ -262,7 +262,9 @@ class Lesson:
     def quietly(self, comm, out=None):
         """A lesson like this one on another communicator, without pictures or questions."""
         options = SimpleNamespace(**dict(vars(self.options), no_figure=True, predict=None))
-        return Lesson(comm, self.script, options, out or io.StringIO())
+        quiet = Lesson(comm, self.script, options, out or io.StringIO())
+        quiet.terse = True
+        return quiet
 
     # ---- ending
 
@@ -280,6 +282,9 @@ class Lesson:
                   for r in self.checks + self.counts + self.broken if not r["ok"]]
         self.say(f"{seconds:.1f} s, {ranks}" + (f"   FAILED: {', '.join(failed)}" if failed else ""))
 
+    def _mark(self, ok, rank):
+        return "ok" if ok else "WRONG" + (f" on rank {rank}" if self.comm.size > 1 else "")
+
     def print_lines(self, *lines):
         if self.comm.rank == 0:
             for line in lines:
@@ -290,10 +295,6 @@ class Lesson:
         """One empty line, unless there is one already."""
         if self.last.strip():
             self.print_lines("")
-
-
-def _mark(ok):
-    return "ok" if ok else "WRONG"
 
 
 def _near(guess, value):

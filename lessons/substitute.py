@@ -132,8 +132,11 @@ def demonstrate(lesson, bug, hidden=False):
     if not hidden:
         lesson.say(what)
         lesson.source(bug)
-    failed = lesson.share(lambda: _symptoms(lesson, bug))
-    lesson.say("CAUGHT  " + failed[0] if failed else "NOT CAUGHT: every check passed")
+    failed, passed = lesson.share(lambda: _symptoms(lesson, bug))
+    if failed:
+        lesson.say(f"CAUGHT  by {len(failed)} of {len(failed) + passed} checks and counts")
+    else:
+        lesson.say("NOT CAUGHT: every check passed")
     lesson.broken.append(dict(name=bug.title, ok=bool(failed), by=failed))
     if why and not hidden:
         lesson.gap()
@@ -149,7 +152,11 @@ def _symptoms(lesson, bug):
             lesson.say("small messages, sends are buffered: "
                        + ("every check passes" if outcome.ok else outcome.failed[0]))
             lesson.say("large messages, a send waits for its receiver:")
-        return trial(lesson, ranks, lesson.out, sync=bug.sync).failed
+        outcome = trial(lesson, ranks, lesson.out, sync=bug.sync)
+    if outcome.error:
+        lesson.say(outcome.error)
+    failed = outcome.failed
+    return failed, len(outcome.checks) + len(outcome.ledger) + bool(outcome.error) - len(failed)
 
 
 def show(lesson, name):

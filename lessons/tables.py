@@ -71,9 +71,10 @@ def code(function, first=None, last=None):
 def without_docstring(text):
     """Drop decorators and docstring from the source of one function."""
     node, lines = ast.parse(text).body[0], text.splitlines()
-    if ast.get_docstring(node) is not None and len(node.body) > 1:
+    if ast.get_docstring(node) is not None:
         doc = node.body[0]
-        del lines[doc.lineno - 1:doc.end_lineno]
+        instead = [] if len(node.body) > 1 else [" " * doc.col_offset + "pass"]
+        lines[doc.lineno - 1:doc.end_lineno] = instead
     return "\n".join(lines[node.lineno - 1:])
 
 

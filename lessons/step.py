@@ -1,0 +1,309 @@
+"""ONE TRAINING STEP      What does one step of training compute, and what must it keep until it is done?
+
+  lifts   nothing     this is the load that all later lessons cut, move or recompute
+  costs   all three   compute: 6 flops per parameter and token; memory: P + G + O + A; bandwidth
+  code    minidist/tensor.py, tape.py, functional.py, optim.py, ledger.py
+  before  lessons.walls  (the three walls)                  next  lessons.memory
+  run     python -m lessons.step        (one rank is enough: all would do the same)
+"""
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from lessons import kit
+from minidist import attention, cost, functional, ledger, nn, optim, step, tensor
+from minidist.data import Corpus, default_text
+from minidist.gpt import GPT, preset
+
+EXERCISE = [functional.layer_norm, functional.gelu]
+ROWS, LR, BETAS, EPS, DECAY = 6, 1e-3, (0.9, 0.95), 1e-8, 0.1
+VIEWS = "reshape", "getitem", "transpose"
+
+
+def main(lesson):
+    model, batch, optimizer = setting()
+    c, N = model.config, batch.tokens.size
+
+    lesson.part("Forward writes a tape")
+    lesson.say(f"""
+        loss = model(batch)      a GPT of {c.layers} blocks, width D = {c.width}; {ROWS} rows of {c.context} characters: N = {N} tokens
+        loss.backward()
+        optimizer.step()
+
+        The first line computes, and notes how to come back. One whole operation of the engine:""")
+    lesson.source(tensor.exp)
+    lesson.say("""
+        The lambda turns a gradient of y into a gradient of x. As long as it lives, y lives.
+        All the operations of one forward, and what each part of the model keeps for backward:
+        """)
+    parts = tape_by_part(model, batch)
+    lesson.table(["part", "operations", "keeps"], kit.fold(
+        [(name, listed(rows), kit.size(sum(kept for _, kept in rows))) for name, rows in parts]))
+
+    lesson.part("What is kept, operation by operation")
+    counted = [kept for name, kept in parts[1][1] if name not in (*VIEWS, "add")]
+    lesson.ledger(*((*row, kept) for row, kept in zip(predicted(model), counted)))
+    lesson.say("""
+        Bytes of blocks.0, w = 8 per number (float64). An array is listed where it is first needed: what
+        one operation returns is often what the next one keeps. Sums and views keep nothing.""")
+
+    lesson.part("The papers say 34 s b h + 5 a s^2 b per block. Who is right?")
+    lesson.table(["", "bytes"], bridge(model, sum(counted)))
+    lesson.say(f"""
+        Both. The textbook counts 16-bit numbers, and dropout everywhere. Attention here works in tiles
+        of {attention.TILE} queries: from T = {2 * attention.TILE} on it skips what lies in the future, up to half of a s^2.""")
+
+    lesson.part("Four kinds of memory")
+    lesson.predict("AdamW: bytes of state per byte of parameters?", 2, "bytes", why="two running means",
+                   mistakes={1: "momentum would be one: AdamW keeps the mean of g and of g squared"})
+    events = ledger.over_step(model, batch, optimizer)       # the first update makes the state
+    events = ledger.over_step(model, batch, optimizer)
+    P = 8 * cost.gpt_parameters(c.width, c.layers, c.context, c.vocab, c.heads)
+    A = activations(model, batch)
+    peak = max((held for _, held in events), key=lambda held: held.activations)
+    end = events[-1][1]
+    lesson.ledger(("P  parameters", "8 (12 L D^2 + 13 L D + (V+T+2) D)", P, end.parameters),
+                  ("G  gradients, after backward", "P", P, end.gradients),
+                  ("O  AdamW's state", "2 P", 2 * P, end.optimizer),
+                  ("A  activations, after forward", "cost.gpt_activations", A, peak.activations),
+                  ("A  activations, after backward", "freed one by one", 0, end.activations))
+    lesson.say(f"""
+        P, G and O do not ask how much you feed the model. A does: {kit.size(A / N)} per token, here {A / P:.1f} P.
+        A is full when backward begins, G when it ends.""")
+    lesson.figure(draw, events)
+
+    lesson.part("Why backward takes twice as long as forward")
+    lesson.predict("Backward: how many times the flops of forward?", 2, "times",
+                   why="y = x W comes back as dx = dy W^T and dW = x^T dy",
+                   mistakes={1: "every product comes back as two: one for x, one for W"})
+    seconds = lesson.share(timed)
+    lesson.table(["", "median", "share"],
+                 [(name, kit.duration(t), f"{100 * t / sum(seconds):.0f} %")
+                  for name, t in zip(("forward", "backward", "optimizer"), seconds)])
+    lesson.say("""
+        2 flops per parameter and token forward, 4 backward: 6 P N in all. The optimizer computes little
+        but reads and writes all of P, G and O: it pays in bandwidth.""")
+
+    lesson.part("Is it right?")
+    prove(lesson)
+    lesson.part("Break it")
+    lesson.break_it(stale_gradients)
+    lesson.takeaway(
+        "A step holds P + G + O whatever you feed it, and A in proportion to what you feed it.",
+        field="saved tensors (torch.autograd), model states and residual states (ZeRO), activation "
+              "memory (Megatron-LM)",
+        tries=["at which T do the attention weights make up half of A? (screen 2 has the formula)",
+               "write layer_norm and gelu yourself: python -m lessons.step --stub mine.py, then "
+               "--mine mine.py"])
+
+
+def prove(lesson):
+    """Check what is kept, gradients, accumulation and update, each against something independent."""
+    model, batch, optimizer = setting()
+    loss = model(batch)
+    kept = ledger.held(model, None, loss, batch=batch).activations
+    lesson.ledger(("bytes kept for backward", "cost.gpt_activations", activations(model, batch), kept))
+    loss.backward()
+    whole = gradients(model)
+    lesson.check("every gradient, against the slope of the loss", slopes(model, batch, whole), 1e-6)
+    model.zero_grad()
+    step.accumulate(model, batch.split(3))
+    lesson.check("three micro-batches, against one batch", apart(gradients(model), whole), 1e-12)
+
+    weight, moments = model.parameters()[0], (0, 0)
+    for t in (1, 2):
+        before = weight.data.copy()
+        fresh = twin(model)
+        step.train_step(model, batch, optimizer)
+        update, moments = adamw(before, weight.grad, moments, t)
+        lesson.check(f"AdamW, update {t}, against its formula",
+                     kit.difference(weight.data - before, update), 1e-9)
+    fresh(batch).backward()
+    lesson.check("update 2 sees the gradients of step 2 alone",
+                 apart({name: g * batch.count for name, g in gradients(model).items()},
+                       gradients(fresh)), 1e-12)
+
+
+# ---- breaks
+
+@kit.breaks(nn.Module, "zero_grad")
+def stale_gradients(module):
+    """zero_grad() does nothing: every step adds its gradients to those of all steps before.
+
+    The classic bug of hand-written training loops. The loss falls all the same, since AdamW hardly
+    looks at the size of a gradient; it follows directions that are several steps old."""
+
+
+@kit.breaks(step, "accumulate")
+def mean_of_means(model, batches):
+    """Each micro-batch is divided by its own number of targets, and the means are averaged.
+
+    In Hugging Face transformers until October 2024: tokens in short micro-batches weighed more."""
+    total, count = 0.0, sum(batch.count for batch in batches)
+    for batch in batches:
+        loss = model(batch) * (count / batch.count / len(batches))
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+@kit.breaks(functional, "gelu")
+def greedy_gelu(x):
+    """gelu keeps its input beside its derivative, as one written from single operations would.
+
+    Every number is right; only the memory is not: 4 N D more per block, a fifth of all activations."""
+    y, kept = greedy_gelu.original(x), x.data
+    vjp = y.node.vjp
+    return tensor.Tensor(y.data, (x,), lambda g: vjp(g) if kept is x.data else None)
+
+
+@kit.breaks(optim.AdamW, "update")
+def no_bias_correction(self, p, scale):
+    """AdamW takes its running means as they are, though both start at zero.
+
+    The first update is (1 - 0.9) / sqrt(1 - 0.95) = 0.45 of what it should be, and the next ones
+    are too large: warm-up hides it."""
+    rate = self.rate
+    self.rate *= (1 - self.betas[0] ** self.t) / np.sqrt(1 - self.betas[1] ** self.t)
+    no_bias_correction.original(self, p, scale)
+    self.rate = rate
+
+
+# ---- what the screens above count
+
+def setting():
+    """A small GPT on real text, in float64, and a batch of which some targets do not count."""
+    corpus = Corpus(default_text()[:20000], 16)
+    model = GPT(preset("lesson", corpus.vocab), dtype=np.float64)
+    batch = corpus.batch(ROWS, seed=0, step=0)
+    batch = replace(batch, targets=batch.targets.copy())
+    batch.targets[0, :8] = functional.IGNORE
+    return model, batch, optim.AdamW(model.parameters(), LR, BETAS, EPS, DECAY)
+
+
+def tape_by_part(model, batch):
+    """Run the parts one by one.  -> [(part, [(operation, bytes it keeps)])]"""
+    x, parts, done = None, [], 0
+    for name, part in model.parts.items():
+        x = part(x, batch)
+        rows = ledger.by_operation(x, exclude=ledger.known(model, batch))
+        parts.append((name, rows[done:]))
+        done = len(rows)
+    return parts
+
+
+def listed(rows):
+    """Name the operations in order; several views in a row once."""
+    names = ["view" if name in VIEWS else name.replace("scaled_dot_product_", "") for name, _ in rows]
+    return " ".join(name for i, name in enumerate(names) if name != "view" or names[i - 1] != name)
+
+
+def sizes(model):
+    return dict(B=ROWS, T=model.config.context, D=model.config.width, H=model.config.heads)
+
+
+def predicted(model):
+    """What cost says of one block, the rows of one operation put together.  -> [[name, formula, bytes]]"""
+    rows = []
+    for kept in cost.block_activations(**sizes(model), w=8, tile=attention.TILE):
+        if rows and rows[-1][0] == kept.operation:
+            rows[-1] = [kept.operation, f"{rows[-1][1]} + {kept.formula}", rows[-1][2] + kept.bytes]
+        else:
+            rows.append([kept.operation, kept.formula or "0 (attention has it)", kept.bytes])
+    return rows
+
+
+def activations(model, batch):
+    return cost.gpt_activations(**sizes(model), L=model.config.layers, V=model.config.vocab,
+                                targets=batch.count, w=8, tile=attention.TILE)
+
+
+def bridge(model, counted):
+    """From the textbook's bytes per block to ours, one difference at a time."""
+    B, T, D, H = sizes(model).values()
+    N, pairs = B * T, B * H * T * T
+    changes = [("no dropout: neither masks of one byte, nor a second copy of the attention weights",
+                -2 * N * D - 3 * pairs),
+               ("float64: 8 bytes per number instead of 2", 3 * (32 * N * D + 2 * pairs)),
+               ("attention keeps q / sqrt(e), not only q", 8 * N * D),
+               ("each layer_norm keeps 1/deviation of its rows", 2 * 8 * N)]
+    start = cost.textbook_activations(B, T, D, H)
+    total = start + sum(change for _, change in changes)
+    return [("34 s b h + 5 a s^2 b    (s = T, b = rows, h = D, a = heads)", start),
+            *((name, f"{change:+d}") for name, change in changes),
+            ("together", total), ("counted on screen 2", counted)]
+
+
+def draw(figure, events):
+    axes = figure.subplots()
+    phases, held = zip(*events)
+    axes.stackplot(range(len(held)), np.array(held).T / 1e6, step="post", labels=[
+        "P  parameters", "G  gradients", "O  optimizer state", "A  activations"])
+    for phase in ("forward", "backward", "optimizer"):
+        axes.axvline(phases.index(phase), color="black", linewidth=0.8)
+        axes.annotate(phase, (phases.index(phase), 0.02), xycoords=("data", "axes fraction"))
+    axes.set(xlabel="events: a part of the model has run, a gradient is complete, the update is done",
+             ylabel="MB held", title="What one training step holds (counted from its arrays)")
+    axes.legend()
+
+
+def timed():
+    """Median seconds of forward, backward and update: the `nano` preset, float32, on rank 0."""
+    corpus = Corpus(default_text()[:20000], 64)
+    model = GPT(preset("nano", corpus.vocab))
+    optimizer, batch, laps = optim.AdamW(model.parameters(), LR), corpus.batch(12, 0, 0), []
+    for _ in range(7):
+        model.zero_grad()
+        clock = [time.perf_counter()]
+        loss = model(batch)
+        for act in (loss.backward, lambda: optimizer.step(1 / batch.count), lambda: None):
+            clock.append(time.perf_counter())
+            act()
+        laps.append(np.diff(clock))
+    return np.median(laps, axis=0).tolist()
+
+
+# ---- references
+
+def gradients(model):
+    return {p.name: p.grad.copy() for p in model.parameters()}
+
+
+def apart(grads, reference):
+    return max(kit.difference(g, reference[name]) for name, g in grads.items())
+
+
+def twin(model):
+    """A second model with the same values."""
+    copy = GPT(model.config, dtype=np.float64)
+    for p, q in zip(copy.parameters(), model.parameters()):
+        p.data[...] = q.data
+    return copy
+
+
+def slopes(model, batch, grads, e=1e-5):
+    """Move each parameter along a random u: does the loss change by g . u?  -> worst relative error"""
+    rng, worst = np.random.default_rng(0), 0.0
+    for p in model.parameters():
+        u, at, ends = rng.standard_normal(p.shape), p.data.copy(), []
+        with tensor.no_grad():
+            for sign in (1, -1):
+                p.data[...] = at + sign * e * u
+                ends.append(model(batch).item())
+        p.data[...] = at
+        gap = abs((ends[0] - ends[1]) / (2 * e) - np.vdot(grads[p.name], u))
+        worst = max(worst, gap / (np.linalg.norm(grads[p.name]) * np.linalg.norm(u)))
+    return worst
+
+
+def adamw(w, g, moments, t):
+    """The update of w as the paper writes it.  -> update, (m, v)"""
+    m = BETAS[0] * moments[0] + (1 - BETAS[0]) * g
+    v = BETAS[1] * moments[1] + (1 - BETAS[1]) * g * g
+    m_hat, v_hat = m / (1 - BETAS[0] ** t), v / (1 - BETAS[1] ** t)
+    return -LR * (m_hat / (np.sqrt(v_hat) + EPS) + DECAY * w), (m, v)
+
+
+if __name__ == "__main__":
+    kit.run(main)
