@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from minidist.traffic import (                                                  # noqa: F401
     Price, all_gather, all_reduce, all_to_all, broadcast, chunks, double_tree, gather, hierarchical,
-    reduce, reduce_scatter, scatter)
+    reduce, reduce_scatter, scatter, seconds)
 
 
 # === One training step ===

@@ -33,7 +33,7 @@ Paper:  Shoeybi et al. 2019, "Megatron-LM", section 3 (copy_to is its f, reduce_
 import numpy as np
 
 from . import collectives
-from .collectives import chunks, cut
+from .cost import chunks
 from .tensor import Tensor
 
 
@@ -68,7 +68,7 @@ def reduce_scatter(x, comm, dim, sizes=None):
 def split(x, comm, dim, sizes=None):
     """Keep my piece of what everybody has.  No message forward.  [n] -> [n/p]"""
     sizes = sizes or chunks(x.shape[dim], comm.size)
-    mine = cut(x.data, dim, sizes)[comm.rank].copy()    # a view would keep all of x alive
+    mine = collectives.split(x.data, dim, sizes)[comm.rank].copy()    # a view would keep all of x alive
     return Tensor(mine, (x,), lambda g: (collectives.all_gather(g, comm, dim, sizes),))
 
 
@@ -76,7 +76,7 @@ def gather(x, comm, dim, sizes=None):
     """Pieces in, the whole out, one and the same for all.  No message backward.  [n/p] -> [n]"""
     sizes = sizes or [x.shape[dim]] * comm.size
     whole = collectives.all_gather(x.data, comm, dim, sizes)
-    return Tensor(whole, (x,), lambda g: (cut(g, dim, sizes)[comm.rank],))
+    return Tensor(whole, (x,), lambda g: (collectives.split(g, dim, sizes)[comm.rank],))
 
 
 def all_to_all(x, comm, apart, together, send=None, receive=None):
@@ -117,5 +117,5 @@ def exchange(x, comm, apart, together, send, receive):
         return tuple(shape)
 
     shapes = [shape_from(rank) for rank in range(comm.size)]
-    arrived = collectives.all_to_all(cut(x, apart, send), comm, shapes)
+    arrived = collectives.all_to_all(collectives.split(x, apart, send), comm, shapes)
     return np.concatenate(arrived, together)

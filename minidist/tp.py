@@ -27,7 +27,8 @@ from fnmatch import fnmatch
 import numpy as np
 
 from . import BadInput, functional, nn
-from .collectives import all_reduce, chunks
+from .collectives import all_reduce
+from .cost import chunks
 from .functional import IGNORE
 from .mappings import all_gather, copy_to, gather, reduce_from
 from .placement import Shard, cut

@@ -4,12 +4,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from minidist import BadInput, cost, functional, mappings, nn, sp, tp
+from minidist import BadInput, cost, dp, functional, mappings, nn, sp, tp, verify
+from minidist.collectives import chosen
 from minidist.comm import run_threads
+from minidist.data import random_batch
 from minidist.functional import IGNORE
+from minidist.mesh import DeviceMesh
 from minidist.placement import join
 from minidist.tensor import Tensor
+from tests.layout import OPTIMIZERS, check_layout
 from tests.models import perturb, tiny
+from tests.mpi import mpi
 
 PAIRS = {"plain": (mappings.copy_to, mappings.reduce_from), "sp": (sp.enter, sp.leave)}
 
@@ -326,3 +331,126 @@ def test_dropout_differs_between_heads_and_agrees_where_replicated():
     assert np.array_equal(np.concatenate([mine for mine, _ in results], 1), ref)
     assert not np.array_equal(results[0][0], results[1][0])
     assert np.array_equal(results[0][1], results[1][1])
+
+
+# ------------------------------------------------------------------ the whole model
+
+def over_tp(model, mesh):
+    return dp.parallelize(tp.parallelize(model, mesh["tp"]), mesh["dp"])
+
+
+GROUPS = dict(heads=12, width=24, context=6)                   # 12 heads: over 1, 2, 3 and 4
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("config", [dict(kv_heads=12), dict(kv_heads=1, tied=False, vocab=17)])
+def test_training_equals_one_process(p, config):
+    """Odd vocabulary, dropout, tied and untied; each rank its groups, or one shared by all."""
+    check_layout(over_tp, tp=p, steps=5, **GROUPS, **config)
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_with_data_parallelism(p):
+    check_layout(over_tp, tp=p, dp=2, steps=5, **GROUPS, kv_heads=12, microbatches=2)
+
+
+@pytest.mark.parametrize("p, groups", [(4, 2), (8, 2), (8, 8)])
+def test_fewer_groups_than_ranks(p, groups):
+    check_layout(over_tp, tp=p, heads=8, width=24, kv_heads=groups)
+
+
+def input_gradients(model, into):
+    """Write down the gradient of the residual stream where it enters the first block."""
+    def around(forward, x, batch):
+        def note(g):
+            into.append(g.copy())
+            return (g,)
+        return forward(Tensor(x.data, (x,), note), batch)
+    model.parts["blocks.0"].wrap(around)
+
+
+def gradient_of_input(comm, cut):
+    """The gradient of what the blocks are given, whole, on each rank."""
+    model, seen = cut(perturb(tiny(heads=12, width=24, dropout=0.2)), comm), []
+    input_gradients(model, seen)
+    model(model.localize(random_batch(13, 8, 3, seed=1, step=0))).backward()
+    return seen[0]
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_the_gradient_of_the_input_is_whole_on_every_rank(p):
+    ref = run_threads(1, gradient_of_input, lambda model, comm: model)[0]
+    for got in run_threads(p, gradient_of_input, tp.parallelize):
+        close(got, ref)
+
+
+def test_logits_are_whole_when_asked_for():
+    def fn(comm, cut):
+        model = cut(perturb(tiny()), comm)
+        return model.logits(random_batch(13, 8, 3, seed=1, step=0)).data
+
+    ref = run_threads(1, fn, lambda model, comm: model)[0]
+    for got in run_threads(2, fn, tp.parallelize):
+        close(got, ref)
+
+
+@mpi(4)
+def test_training_under_mpi(comm):
+    model = dict(dropout=0.2, heads=12, width=24, kv_heads=2)
+    batches = [random_batch(13, 8, 5, seed=7, step=t) for t in range(3)]
+    for sizes in (dict(tp=4), dict(tp=2, dp=2)):
+        verdict = verify.train(lambda: perturb(tiny(**model)), OPTIMIZERS["SGD"], over_tp,
+                               DeviceMesh(comm, **sizes), batches, max_norm=0.5)
+        assert verdict.equal, verdict.line()
+
+
+# ------------------------------------------------------------------ counted
+
+def counted_step(comm, cut, config, batch):
+    """Forward and backward, each with what this rank sent; -> two Counted"""
+    model = cut(tiny(**config), comm)
+    with comm.counting() as forward:
+        loss = model(model.localize(batch))
+    with comm.counting() as backward:
+        loss.backward()
+    return forward, backward
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_two_all_reduces_per_layer_and_direction(p, layers):
+    """And one for the embedding, one for the head, three small ones for the loss."""
+    config = dict(heads=12, width=24, layers=layers, kv_heads=12)
+    batch = random_batch(13, 8, 5, seed=1, step=0)
+    results = run_threads(p, counted_step, tp.parallelize, config, batch)
+    for rank, (there, back) in enumerate(results):
+        assert there.by_label.keys() == back.by_label.keys() == {"all_reduce"}
+        assert there.calls == 2 * layers + 1 + 3
+        assert back.calls == 2 * layers + 1
+        forward, backward = cost.tp(5, 8, 24, layers, p, 8, rank, chosen)
+        assert (there.messages, there.bytes) == (forward.messages, forward.bytes)
+        assert (back.messages, back.bytes) == (backward.messages, backward.bytes)
+
+
+def test_sharing_a_key_costs_one_gather_per_layer_and_direction():
+    """8 ranks, 2 groups, heads 3 wide: four ranks share a key, one of them with no slice of it."""
+    config = dict(heads=8, width=24, kv_heads=2)
+    batch = random_batch(13, 8, 5, seed=1, step=0)
+    for rank, counted in enumerate(run_threads(8, counted_step, tp.parallelize, config, batch)):
+        keys = cost.tp_keys(5, 8, 24, 8, 2, 3, 8, 8, rank, chosen)
+        plain = cost.tp(5, 8, 24, 3, 8, 8, rank, chosen)
+        assert [c.bytes for c in counted] == [a.bytes + b.bytes for a, b in zip(keys, plain)]
+        assert [c.messages for c in counted] == [a.messages + b.messages
+                                                 for a, b in zip(keys, plain)]
+
+
+@pytest.mark.parametrize("p, config", [(2, {}), (4, {}), (4, dict(tied=False)),
+                                       (3, dict(heads=3, kv_heads=1, width=12)),
+                                       (8, dict(heads=8, width=24, kv_heads=2))])
+def test_parameters_held(p, config):
+    def fn(comm):
+        return sum(x.data.size for x in tp.parallelize(tiny(**config), comm).parameters())
+    c = tiny(**config).config
+    sizes = c.width, c.layers, c.context, c.vocab, c.heads
+    assert run_threads(p, fn) == [cost.tp_parameters(*sizes, p, rank, c.groups, c.tied)
+                                  for rank in range(p)]
