@@ -1,0 +1,76 @@
+"""Flags and files of commands: a mistake is one sentence, a file is whole or not there.
+
+    flags.Parser          argparse, but a wrong flag raises BadInput, and one rank prints the help
+    flags.integer(1)      type=: an integer of at least 1
+    flags.real(0)         type=: a finite number of at least 0
+    flags.writable(path)  before the work: can a file be written there?
+    flags.write(path, f)  after it: let f(file) write, then put the file in its place
+"""
+import argparse
+import math
+import os
+import tempfile
+from pathlib import Path
+
+from minidist import BadInput, launch
+
+
+class Parser(argparse.ArgumentParser):
+    """Parse flags, none of them abbreviated."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message):
+        raise BadInput(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+    def print_help(self, file=None):
+        if launch.my_rank() == 0:
+            super().print_help(file)
+
+
+def integer(low, high=2 ** 63 - 1):
+    """Make a type= for integers from low to high."""
+    def parse(text):
+        if not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text} is out of range, use {low} or more"
+                                             if int(text) < low else
+                                             f"{text} is out of range, use {high} or less")
+        return int(text)
+    parse.__name__ = "integer"                              # argparse names it in its message
+    return parse
+
+
+def real(low):
+    """Make a type= for finite numbers of at least low."""
+    def parse(text):
+        if not low <= float(text) < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is out of range, use {low} or more")
+        return float(text)
+    parse.__name__ = "number"
+    return parse
+
+
+def writable(path):
+    """Refuse a path that `write` could not write to; leaves nothing behind."""
+    path = Path(path)
+    if path.is_dir():
+        raise BadInput(f"{path} is a directory; name a file")
+    folder = next(p for p in path.parents if p.exists())    # missing folders will be made
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise BadInput(f"cannot write {path}: {folder}: {error.strerror}") from None
+
+
+def write(path, fill):
+    """Call fill(file) on a draft, in binary, and give it its name when it is complete."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    try:
+        with open(draft, "wb") as file:
+            fill(file)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,291 @@
+"""Train a GPT on the characters of a text: the loss as it falls, its curve, a sample.
+
+    text -> Corpus -> batch(seed, step) -> train_step -> loss
+                                              |
+             every tenth of the way: validation loss        at the end: curve, sample, digest
+
+What a run does is a function of its flags: the same command gives the same parameters, bit by bit,
+and the digest printed at the end says so. Everything that can be refused is refused before the
+first step, and files are written after the last, each in one piece.
+
+Run:    python -m minidist.train --preset nano --steps 500
+Lesson: python -m lessons.step
+"""
+import hashlib
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from minidist import BadInput, flags, gpt, launch
+from minidist.comm import solo
+from minidist.data import Corpus, default_text, read_text
+from minidist.mesh import DeviceMesh
+from minidist.optim import SGD, AdamW, warmup_cosine
+from minidist.placement import join, total
+from minidist.step import TOKENS, train_step
+from minidist.tensor import no_grad
+
+SIZES = "context", "width", "heads", "layers", "kv_heads"
+VALIDATIONS = 10                        # how often, spread evenly over the run
+VALIDATION_BATCHES = 10                 # the same ones each time
+
+
+# ------------------------------------------------------------------------------ the request
+
+def parser():
+    p = flags.Parser(prog="python -m minidist.train", description=__doc__.split("\n")[0],
+                     epilog="example: python -m minidist.train --preset nano --steps 500")
+    model = p.add_argument_group("model")
+    model.add_argument("--preset", default="nano", help="lesson, nano or mini (default nano)")
+    for name in SIZES:
+        model.add_argument("--" + name.replace("_", "-"), type=flags.integer(1), metavar="N",
+                           help="replace the preset's")
+    model.add_argument("--dropout", type=flags.real(0), default=0.0, metavar="P", help="default 0")
+    model.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    data = p.add_argument_group("data")
+    data.add_argument("--text", metavar="FILE", help="UTF-8 text (default: Python's own manual)")
+    data.add_argument("--batch", type=flags.integer(1), default=12, metavar="B",
+                      help="sequences per step (default 12)")
+    data.add_argument("--grad-accum", type=flags.integer(1), default=1, metavar="M",
+                      help="work through the batch in M pieces: less memory, the same training")
+    data.add_argument("--seed", type=flags.integer(0), default=0, metavar="S",
+                      help="of initial values, batches, dropout and sample (default 0)")
+    training = p.add_argument_group("training")
+    training.add_argument("--steps", type=flags.integer(1), default=500, metavar="N",
+                          help="default 500")
+    training.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw")
+    training.add_argument("--lr", type=flags.real(0), metavar="RATE",
+                          help="peak learning rate (default: 0.75 / width; for sgd 0.5)")
+    training.add_argument("--clip", type=flags.real(0), default=1.0, metavar="NORM",
+                          help="largest gradient norm, 0: any (default 1)")
+    output = p.add_argument_group("output")
+    output.add_argument("--sample", type=flags.integer(0), default=200, metavar="N",
+                        help="characters to write at the end (default 200)")
+    output.add_argument("--out", default="out", metavar="DIR", help="for loss.png (default out)")
+    output.add_argument("--no-figure", action="store_true", help="draw nothing")
+    output.add_argument("--json", metavar="FILE", help="write what was printed, as data")
+    return p
+
+
+# ------------------------------------------------------------------------------ the run
+
+@dataclass
+class Run:
+    """Hold what training works on."""
+    corpus: Corpus
+    config: gpt.GPTConfig
+    mesh: DeviceMesh
+    model: object
+    optimizer: object
+
+
+@dataclass
+class History:
+    """Record what training did."""
+    losses: list = field(default_factory=list)              # one per optimizer step
+    val_losses: list = field(default_factory=list)
+    val_steps: list = field(default_factory=list)           # optimizer steps taken before each
+    tokens: int = 0
+    seconds: float = 0.0                                    # in training steps alone
+
+    @property
+    def tokens_per_s(self):
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def build(args):
+    """Make everything the run needs; raise BadInput for what cannot be made."""
+    sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    if args.grad_accum > args.batch:
+        raise BadInput(f"{args.batch} sequences do not fill {args.grad_accum} pieces; use "
+                       f"--grad-accum 1 to {args.batch}")
+    context = gpt.preset(args.preset, vocab=1, **sizes).context
+    text = default_text() if args.text is None else read_text(args.text)
+    corpus = Corpus(text, context)
+    config = gpt.preset(args.preset, vocab=corpus.vocab, dropout=args.dropout, **sizes)
+    mesh = DeviceMesh(solo())
+    model = gpt.GPT(config, args.seed, np.dtype(args.dtype))
+    return Run(corpus, config, mesh, model, make_optimizer(model.parameters(), args, config))
+
+
+def make_optimizer(params, args, config):
+    """AdamW or SGD, with a tenth of the steps to warm up and a cosine down to a tenth of the rate."""
+    usual = 0.5 if args.optimizer == "sgd" else 0.75 / config.width
+    peak = usual if args.lr is None else args.lr
+    rate = warmup_cosine(peak, min(100, args.steps // 10), args.steps, floor=peak / 10)
+    return SGD(params, rate, momentum=0.9) if args.optimizer == "sgd" else AdamW(params, rate)
+
+
+def fit(run, args, progress):
+    """Take all steps.  -> History"""
+    history = History()
+    due = {args.steps * i // VALIDATIONS for i in range(VALIDATIONS + 1)}
+    for step in range(args.steps):
+        if step in due:
+            validate(run, args, history, step)
+            progress.mark(history)
+        began = time.perf_counter()
+        batch = run.corpus.batch(args.batch, args.seed, step)
+        result = train_step(run.model, batch, run.optimizer, run.mesh, args.grad_accum,
+                            max_norm=args.clip or None)
+        history.seconds += time.perf_counter() - began
+        history.tokens += result.count
+        history.losses.append(result.loss)
+        if not math.isfinite(result.loss):
+            raise BadInput(f"the loss is {result.loss} at step {step}; use a smaller --lr than "
+                           f"the {run.optimizer.rate:.2g} of this step")
+        progress.move(history)
+    validate(run, args, history, args.steps)
+    progress.mark(history)
+    return history
+
+
+def validate(run, args, history, step):
+    """Measure the mean loss on text that is never trained on, always the same windows."""
+    loss = count = 0
+    with no_grad():
+        for i in range(VALIDATION_BATCHES):
+            batch = run.model.localize(run.corpus.batch(args.batch, args.seed, i, "val"))
+            loss += run.model(batch).item()
+            count += batch.count
+    loss, count = total([loss, count], run.mesh, TOKENS)
+    history.val_losses.append(loss / count)
+    history.val_steps.append(step)
+
+
+def whole(run, dtype):
+    """Gather the trained parameters into a plain model.  Collective."""
+    trained = {p.name: join(p, p.data) for p in run.model.parameters()}
+    model = gpt.GPT(run.config, dtype=dtype)
+    for p in model.parameters():
+        p.data[...] = trained[p.name]
+    return model
+
+
+def digest(model):
+    """Hash all parameters, bit by bit."""
+    hashed = hashlib.sha256()
+    for p in model.parameters():
+        hashed.update(p.name.encode())
+        hashed.update(np.ascontiguousarray(p.data))
+    return hashed.hexdigest()
+
+
+def sample(model, corpus, args):
+    """Let the model write on from a line break, or from the validation text's first character."""
+    start = corpus.encode("\n") if "\n" in corpus.ids else corpus.splits["val"][:1].tolist()
+    rng = np.random.default_rng([args.seed, 1])
+    return corpus.decode(gpt.generate(model, start, args.sample, rng)[1:])
+
+
+# ------------------------------------------------------------------------------ what is shown
+
+class Progress:
+    """Show how far training is: one moving line on a terminal, else a line per validation."""
+
+    def __init__(self, steps, show=True):
+        self.steps, self.began = steps, time.perf_counter()
+        self.moving, self.lines = show and sys.stdout.isatty(), show and not sys.stdout.isatty()
+
+    def line(self, history):
+        done = len(history.losses)
+        left = (time.perf_counter() - self.began) * (self.steps - done) / max(done, 1)
+        loss = f"{history.losses[-1]:.3f}" if done else "    -"
+        rate = f"{history.tokens_per_s:>9,.0f} tokens/s   {clock(left)} left" if done else ""
+        return (f"step {done:>6}/{self.steps}   loss {loss}   validation "
+                f"{history.val_losses[-1]:.3f}   {rate}").rstrip()
+
+    def move(self, history):
+        if self.moving:
+            print(f"\r{self.line(history)}\x1b[K", end="", flush=True)
+
+    def mark(self, history):
+        if self.lines:
+            print(self.line(history))
+        elif self.moving and len(history.losses) == self.steps:
+            print(f"\r{self.line(history)}\x1b[K")
+
+
+def clock(seconds):
+    """Write a duration.  75 -> '1:15'"""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def headline(run, args):
+    """Say in two lines what is about to be trained on what."""
+    c = run.config
+    size = sum(math.prod(p.full_shape) for p in run.model.parameters())
+    text = args.text or "pydoc_data.topics"
+    return (f"{args.preset}: {c.layers} layers of width {c.width}, {c.heads} heads, "
+            f"{size:,} parameters in {args.dtype}\n"
+            f"{text}: {sum(map(len, run.corpus.splits.values())):,} characters, {c.vocab} different; "
+            f"{args.batch} x {c.context} tokens per step")
+
+
+def report(args, history, text, fingerprint):
+    """Collect what was printed, as data."""
+    return {"losses": history.losses, "val_losses": history.val_losses,
+            "val_steps": history.val_steps, "tokens_per_s": history.tokens_per_s, "verdict": None,
+            "sample": text, "parameters_sha256": fingerprint,
+            "flags": {k: v for k, v in vars(args).items() if k not in ("out", "json")}}
+
+
+def draw(history, path):
+    """Draw training and validation loss over steps."""
+    from matplotlib.figure import Figure                    # needs no display
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(history.losses) + 1), history.losses, lw=0.8, label="training")
+    axes.plot(history.val_steps, history.val_losses, "o-", label="validation")
+    axes.set(xlabel="optimizer step", ylabel="loss per character (nats)")
+    axes.legend()
+    flags.write(path, lambda file: figure.savefig(file, format="png", dpi=120))
+
+
+# ------------------------------------------------------------------------------ the command
+
+def main():
+    args = parser().parse_args()
+    run = build(args)
+    for path in outputs(args).values():
+        flags.writable(path)
+    first = run.mesh.world.rank == 0
+    if first:
+        print(headline(run, args))
+    with np.errstate(over="ignore", invalid="ignore"):      # seen in the loss
+        history = fit(run, args, Progress(args.steps, show=first))
+    model = whole(run, np.dtype(args.dtype))
+    if first:
+        finish(args, history, model, run.corpus)
+
+
+def outputs(args):
+    """Name the files that this run will write."""
+    files = {"picture": None if args.no_figure else Path(args.out) / "loss.png",
+             "data": args.json}
+    return {what: path for what, path in files.items() if path}
+
+
+def finish(args, history, model, corpus):
+    """Print and write what has come out."""
+    files = outputs(args)
+    text, fingerprint = sample(model, corpus, args), digest(model)
+    print(f"\n{text}\n\nparameters sha256 {fingerprint}")
+    if "picture" in files:
+        draw(history, files["picture"])
+    if "data" in files:
+        data = json.dumps(report(args, history, text, fingerprint), indent=1).encode()
+        flags.write(files["data"], lambda file: file.write(data))
+    for what, path in files.items():
+        print(f"{what:10} {path}")
+
+
+if __name__ == "__main__":
+    launch.run(main)
