@@ -42,9 +42,9 @@ def block_activations(B, T, D, H, K=None, w=4, tile=64, dropout=False):
     rows = [
         Kept("layer_norm", "the normalised rows, 1/deviation", "N D + N", (N * D + N) * w),
         Kept("linear qkv", "its input", "N D", N * D * w),
-        Kept("attention", "q, k, v, q/sqrt(e), the output", "N (3D + 2Ke)", N * (3 * D + kv) * w),
-        Kept("attention", "the weights a query sees", "B H T^2", B * H * tiles(T, tile) * w),
-        Kept("linear proj", "its input: attention's output", "", 0),
+        Kept("attention", "q, k, v, q/sqrt(e), the output, the weights", "N (3D + 2Ke) + B H T^2",
+             (N * (3 * D + kv) + B * H * tiles(T, tile)) * w),
+        Kept("linear proj", "its input, which is attention's output", "0", 0),
         Kept("layer_norm", "the normalised rows, 1/deviation", "N D + N", (N * D + N) * w),
         Kept("linear fc1", "its input", "N D", N * D * w),
         Kept("gelu", "its derivative", "4 N D", 4 * N * D * w),

@@ -176,3 +176,35 @@ def inner_children(p, place):
     if place == 0:
         return int(p > 1)
     return 0 if place % 2 else 1 + (place + 1 < p)
+
+
+# --- Time: what the automatic choice compares, and a benchmark fits. ---
+
+def seconds(collective, algorithm, p, nbytes, alpha, beta, gamma):
+    """Predict the time of a collective over p ranks, for nbytes of the full array.
+
+    alpha: seconds per step; beta: per byte sent; gamma: per byte added."""
+    steps, sent, added = terms(collective, algorithm, p, nbytes)
+    return steps * alpha + sent * beta + added * gamma
+
+
+def terms(collective, algorithm, p, nbytes):
+    """(steps, bytes sent, bytes added) of the rank that has most to do, sizes taken as even."""
+    log, up = p.bit_length() - 1, (p - 1).bit_length()
+    odd = int(p != 1 << log)                                # some rank helps another: once more all
+    cut, halved = (p - 1) / p, 1 - 1 / (1 << log)
+    steps, sent, added = {
+        ("all_reduce", "naive"): (2 * (p - 1), 2 * (p - 1), p - 1),
+        ("all_reduce", "tree"): (2 * up, 2 * up, up),
+        ("all_reduce", "recursive_doubling"): (log + 2 * odd, log + 2 * odd, log + odd),
+        ("all_reduce", "halving_doubling"): (2 * log + 2 * odd, 2 * halved + 2 * odd, halved + odd),
+        ("all_reduce", "ring"): (2 * (p - 1), 2 * cut, cut),
+        ("reduce_scatter", "pairwise"): (p - 1, cut, cut),
+        ("reduce_scatter", "ring"): (p - 1, cut, cut),
+        ("reduce_scatter", "halving"): (log + 2 * odd, halved + 2 * odd, halved + odd),
+        ("all_gather", "ring"): (p - 1, cut, 0),
+        ("all_gather", "doubling"): (log + 2 * odd, halved + 2 * odd, 0),
+        ("all_to_all", "pairwise"): (p - 1, cut, 0),
+        ("all_to_all", "bruck"): (up, sum(bin(i).count("1") for i in range(p)) / p, 0),
+    }[collective, algorithm]
+    return steps, sent * nbytes, added * nbytes

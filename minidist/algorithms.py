@@ -1,0 +1,103 @@
+"""Which algorithms there are for each collective, and which one the automatic choice takes.
+
+The choice compares predicted times: steps x ALPHA + bytes x BETA + bytes added x GAMMA.  The three
+constants are fixed, so that every rank, every run and every machine chooses the same.  They come
+from `python -m minidist.bench collectives -n 4`, which fits them anew and shows where its own
+constants would choose otherwise.
+"""
+from functools import cache
+from weakref import WeakKeyDictionary
+
+from minidist import alltoall, double_tree, halving, hierarchical, ring, tree
+from minidist.cost import seconds
+from minidist.ring import cut
+
+# Fitted on 2 cores of an AMD EPYC (shared memory, MPICH 5.0.2, 4 ranks, float32, 1 KB to 64 MB).
+ALPHA = 35e-6                   # seconds per step: mostly the wait for one's turn on a core
+BETA = 0.40e-9                  # seconds per byte sent
+GAMMA = 0.10e-9                 # seconds per byte added
+
+# Each looks its function up when called, so that a reader's own can stand in for the module's.
+ALGORITHMS = {
+    "all_reduce": {
+        "naive": lambda *args: tree.naive_all_reduce(*args),
+        "tree": lambda *args: tree.all_reduce(*args),
+        "recursive_doubling": lambda *args: tree.recursive_doubling(*args),
+        "halving_doubling": lambda *args: halving.all_reduce(*args),
+        "ring": lambda *args: ring.all_reduce(*args),
+        "double_tree": lambda *args: double_tree.all_reduce(*args),
+        "hierarchical": lambda x, comm, op: hierarchical.all_reduce(x, node_groups(comm), op),
+    },
+    "reduce_scatter": {
+        "pairwise": lambda x, sizes, *args: alltoall.reduce_scatter(cut(x, sizes), *args),
+        "halving": lambda *args: halving_reduce_scatter(*args),
+        "ring": lambda *args: ring_reduce_scatter(*args),
+    },
+    "all_gather": {
+        "doubling": lambda *args: halving.all_gather(*args),
+        "ring": lambda x, sizes, comm: ring.all_gather(cut(x, sizes), comm),
+    },
+    "broadcast": {
+        "naive": lambda *args: tree.naive_broadcast(*args),
+        "tree": lambda *args: tree.broadcast(*args),
+    },
+    "reduce": {
+        "naive": lambda *args: tree.naive_reduce(*args),
+        "tree": lambda *args: tree.reduce(*args),
+    },
+    "all_to_all": {
+        "pairwise": lambda *args: alltoall.pairwise(*args),
+        "bruck": lambda *args: alltoall.bruck(*args),
+    },
+}
+
+# Where it has a choice, best first when times are equal; the others are taken only by name.
+AUTOMATIC = {
+    "all_reduce": ("recursive_doubling", "halving_doubling", "ring"),
+    "reduce_scatter": ("pairwise", "halving"),
+    "all_gather": ("ring", "doubling"),
+    "broadcast": ("tree",),
+    "reduce": ("tree",),
+    "all_to_all": ("pairwise", "bruck"),
+}
+
+
+@cache
+def chosen(collective, nbytes, p, constants=(ALPHA, BETA, GAMMA)):
+    """Name the algorithm of the automatic choice, for nbytes (of the full array) on p ranks."""
+    candidates = AUTOMATIC[collective]
+    if len(candidates) == 1:
+        return candidates[0]
+    return min(candidates, key=lambda name: seconds(collective, name, p, nbytes, *constants))
+
+
+def find(collective, algorithm, nbytes, p):
+    """(name, function) of the algorithm asked for, or of the chosen one."""
+    name = algorithm or chosen(collective, nbytes, p)
+    if name not in ALGORITHMS[collective]:
+        raise ValueError(f"{collective} has no algorithm {name!r}; it has "
+                         + ", ".join(ALGORITHMS[collective]))
+    return name, ALGORITHMS[collective][name]
+
+
+def halving_reduce_scatter(x, sizes, mine, comm, op):
+    """halving's, which overwrites x, and my piece handed over."""
+    halving.reduce_scatter(x, sizes, comm, op)
+    mine[...] = cut(x, sizes)[comm.rank]
+
+
+def ring_reduce_scatter(x, sizes, mine, comm, op):
+    """The ring's, which overwrites x, and my piece handed over."""
+    pieces = cut(x, sizes)
+    ring.reduce_scatter(pieces, comm, op)
+    mine[...] = pieces[comm.rank]
+
+
+GROUPS = WeakKeyDictionary()
+
+
+def node_groups(comm):
+    """My node's group and my rail, formed at the first call."""
+    if comm not in GROUPS:
+        GROUPS[comm] = hierarchical.groups(comm)
+    return GROUPS[comm]
