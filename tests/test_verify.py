@@ -1,0 +1,191 @@
+"""The proof itself: it passes what is right, and catches what is wrong."""
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from minidist import dp, step, verify
+from minidist.comm import run_threads
+from minidist.data import random_batch
+from minidist.mesh import DeviceMesh
+from minidist.optim import SGD, AdamW
+from minidist.verify import compare, difference
+from tests.layout import check_layout, layout
+from tests.models import TINY, perturb, tiny
+
+GRADIENT, PARAMETER = "gradient", "parameter"
+
+
+def plain(model, mesh):
+    return dp.parallelize(model, mesh["dp"])
+
+
+def ddp(model, mesh):
+    return dp.DistributedDataParallel(model, mesh["dp"], bucket_bytes=4000)
+
+
+# -------------------------------------------------------------------------- how it compares
+
+def test_relative_difference_of_a_tensor():
+    reference = np.array([1.0, -4.0])
+    assert difference(np.array([1.5, -4.0]), reference, 4.0) == 0.125
+    assert difference(reference, reference, 4.0) == 0.0
+    assert difference(np.zeros(0), np.zeros(0), 0.0) == 0.0
+
+
+@pytest.mark.parametrize("ours, reference", [
+    (None, np.ones(2)), (np.ones(2), None), (np.array([1.0, np.nan]), np.ones(2)),
+    (np.array([np.inf, 1.0]), np.ones(2)), (np.ones(2), np.array([np.nan, 1.0]))])
+def test_missing_or_not_finite_is_infinitely_far(ours, reference):
+    assert difference(ours, reference, 1.0) == np.inf
+
+
+def test_no_gradient_on_either_side_is_equal():
+    assert difference(None, None, 1.0) == 0.0
+
+
+def test_a_reference_that_is_zero_up_to_rounding_takes_the_largest_gradient_as_its_scale():
+    reference = {("w", GRADIENT): np.array([8.0]), ("key.bias", GRADIENT): np.array([1e-16]),
+                 ("small", GRADIENT): np.array([1e-9])}
+    ours = {("w", GRADIENT): np.array([8.0]), ("key.bias", GRADIENT): np.array([-3e-16]),
+            ("small", GRADIENT): np.array([2e-9])}
+    found = compare(ours, reference)
+    assert found["key.bias gradient"] == pytest.approx(4e-16 / 8)
+    assert found["small gradient"] == pytest.approx(1.0)
+
+
+def test_a_name_that_one_process_does_not_have_is_a_difference():
+    x = {("w", PARAMETER): np.ones(1)}
+    assert compare({**x, ("v", PARAMETER): np.ones(1)}, x)["v, which one process does not have"] == np.inf
+    assert compare({}, x)["w parameter"] == np.inf
+
+
+def test_key_biases_have_no_gradient_and_do_not_matter():
+    """Zero-initialised biases: the key's third of qkv.bias only ever holds rounding noise."""
+    check_layout(plain, dp=2, prepare=lambda model: model, kv_heads=None)
+
+
+# ---------------------------------------------------------------------------- what it says
+
+def test_the_line_of_an_equivalent_run():
+    verdict = layout(ddp, "SGD", {"dp": 2})
+    assert verdict.equal and verdict.steps == 3 and 0 < verdict.worst < 1e-13
+    assert verdict.line() == f"EQUIVALENT  max relative difference {verdict.worst:.1e} (bound 1e-11)"
+
+
+def test_the_line_of_a_run_that_diverges():
+    verdict = verify.Verdict(steps=3, worst=0.041, where="blocks.1.attn.qkv.weight gradient",
+                             equal=False)
+    assert verdict.line() == "DIVERGED at step 2: blocks.1.attn.qkv.weight gradient, 4.1e-02"
+
+
+def test_the_first_step_that_differs_is_named(monkeypatch):
+    """A gradient that is wrong from the second step on, in one parameter, by one part in 10^9."""
+    finalize = step.finalize
+
+    def wrong(params, mesh, count):
+        finalize(params, mesh, count)
+        if mesh.world.size > 1:
+            mesh.steps = getattr(mesh, "steps", 0) + 1
+            bad = next(p for p in params if p.name == "blocks.1.attn.qkv.weight")
+            bad.grad[3, 2] *= 1 + 1e-9 * (mesh.steps > 1)
+
+    monkeypatch.setattr(step, "finalize", wrong)
+    verdict = layout(plain, "SGD", {"dp": 2}, max_norm=None)
+    assert not verdict.equal and verdict.steps == 2 and 1e-11 < verdict.worst < 1e-9
+    assert verdict.line().startswith("DIVERGED at step 1: blocks.1.attn.qkv.weight ")
+
+
+# ------------------------------------------------------------------------- what it catches
+
+def caught(strategy, optimizer="SGD", prepare=perturb, **options):
+    verdict = layout(strategy, optimizer, {"dp": 3}, prepare=prepare, **options)
+    assert not verdict.equal and verdict.worst > 1e-4
+    assert verdict.line().startswith("DIVERGED at step 0: ")
+    return verdict
+
+
+def test_no_all_reduce(monkeypatch):
+    monkeypatch.setattr(dp, "all_reduce", lambda x, comm, out: x)
+    caught(ddp)
+
+
+def test_a_sum_that_was_forgotten():
+    def forgetful(model, mesh):
+        model = plain(model, mesh)
+        model.blocks[1].norm2.bias.partial.clear()
+        return model
+    assert "blocks.1.norm2.bias" in caught(forgetful).where
+
+
+def test_sum_instead_of_mean(monkeypatch):
+    """Each rank divides by its own count: gradients three times too large.  Even for AdamW"""
+    finalize = step.finalize
+    monkeypatch.setattr(step, "finalize", lambda params, mesh, count: finalize(
+        params, mesh, count / mesh.sizes["dp"]))
+    for optimizer in ("SGD", "AdamW"):
+        assert caught(ddp, optimizer).worst == pytest.approx(2.0)
+
+
+def test_mean_of_means():
+    """Each rank averages over its own tokens, then the ranks' means are averaged."""
+    def mean_of_means(model, mesh):
+        model = plain(model, mesh)
+        share = model.localizers[-1]
+
+        def weigh(batch):
+            mine = share(batch)
+            model.weight = batch.count / mine.count / mesh.sizes["dp"]
+            return mine
+
+        model.localizers[-1] = weigh
+        model.wrap(lambda forward, batch: forward(batch) * model.weight)
+        return model
+
+    caught(mean_of_means)
+
+
+def test_no_initial_broadcast(monkeypatch):
+    monkeypatch.setattr(dp, "start_equal", lambda model, comm: None)
+
+    def fn(world):
+        mesh = DeviceMesh(world, dp=2)
+        return verify.train(lambda: tiny(seed=world.rank), lambda ps: SGD(ps, 0.1), plain, mesh,
+                            [batch()])
+    verdict = run_threads(2, fn)[0]
+    assert not verdict.equal and "on ranks that should agree" in verdict.where
+
+
+def batch():
+    return random_batch(TINY["vocab"], TINY["context"], 4, 0, 0)
+
+
+def test_replicas_must_agree_to_the_last_bit():
+    """One rank's parameter is off by one unit in the last place: far below the bound, yet caught."""
+    def nudged(model, mesh):
+        model = plain(model, mesh)
+        p = model.blocks[0].norm1.bias
+        if mesh.world.rank == 2:
+            p.data[1] = np.nextafter(p.data[1], 1)
+        return model
+    verdict = layout(nudged, "SGD", {"dp": 3})
+    assert verdict.line() == ("DIVERGED at step 0: blocks.0.norm1.bias on ranks that should agree, "
+                              "inf")
+
+
+def test_a_wrong_seed_of_dropout():
+    """A mask keyed by the local row instead of the global one."""
+    def local_rows(model, mesh):
+        model = plain(model, mesh)
+        model.localizers.append(lambda b: replace(b, rows=np.arange(len(b.rows))))
+        return model
+    caught(local_rows)
+
+
+def test_the_usual_eps_of_adamw_steps_from_noise():
+    """Why eps is 1e-5: with a tiny one, the same right run differs by 100 times more."""
+    def run(world, eps):
+        return verify.train(lambda: tiny(kv_heads=None), lambda ps: AdamW(ps, 0.01, eps=eps), plain,
+                            DeviceMesh(world, dp=2), [batch()] * 3)
+    usual, ours = (run_threads(2, run, eps)[0] for eps in (1e-12, verify.ADAMW_EPS))
+    assert ours.worst < 1e-12 and usual.worst > 100 * ours.worst
