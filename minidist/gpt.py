@@ -116,7 +116,7 @@ class Attention(Module):
         self.core = attend
 
     def split(self, z):
-        """Take the fused projection apart.  [B, T, K(H/K + 2)e] -> [B, H, T, e], 2 x [B, K, T, e]"""
+        """Take the projection apart.  [B, T, K(H/K + 2)e] -> [B, H, T, e], twice [B, K, T, e]"""
         B, T, _ = z.shape
         K, share, e = self.groups, self.share, self.head_width
         z = z.reshape(B, T, K, share + 2, e)

@@ -51,7 +51,7 @@ class Module:
         return run(*args)
 
     def wrap(self, wrapper):
-        """Let wrapper(forward, *args) stand in for forward(*args); the last one wrapped is outermost."""
+        """Let wrapper(forward, *args) stand in for forward(*args); the last one is outermost."""
         self.__dict__.setdefault("wrappers", []).append(wrapper)
 
     def children(self):
@@ -69,7 +69,7 @@ class Module:
             yield from child.modules()
 
     def slots(self):
-        """Yield every place that holds a parameter: (module, attribute, parameter); tied ones twice."""
+        """Yield each place of a parameter: (module, attribute, parameter); tied ones twice."""
         for module in self.modules():
             for attribute, value in list(module.__dict__.items()):
                 if isinstance(value, Parameter):
@@ -133,7 +133,7 @@ class Dropout(Module):
         self.name, self.rate, self.seed = name, rate, seed
 
     def mask(self, step, dtype, *axes):
-        """Make the multiplicative mask at these global indices, one vector per axis; None: keep all."""
+        """Make the mask at these global indices, one vector per axis; None: keep everything."""
         if not self.rate or step is None:
             return None
         site = zlib.crc32(f"{self.seed}/{self.name}/{step}".encode())

@@ -121,7 +121,7 @@ class AdamW(Optimizer):
 
 
 def warmup_cosine(peak, warmup, total, floor=0.0):
-    """Make a schedule: rise to peak in `warmup` updates, fall along a cosine to floor at `total`."""
+    """Make a schedule: up to peak in `warmup` updates, down a cosine to floor at `total`."""
     def rate(t):
         if t <= warmup:
             return peak * t / warmup

@@ -21,8 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minidist import BadInput, flags, gpt, launch
-from minidist.comm import solo
+from minidist import BadInput, flags, gpt, launch, parallel, verify
 from minidist.data import Corpus, default_text, read_text
 from minidist.mesh import DeviceMesh
 from minidist.optim import SGD, AdamW, warmup_cosine
@@ -46,7 +45,8 @@ def parser():
         model.add_argument("--" + name.replace("_", "-"), type=flags.integer(1), metavar="N",
                            help="replace the preset's")
     model.add_argument("--dropout", type=flags.real(0), default=0.0, metavar="P", help="default 0")
-    model.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    model.add_argument("--dtype", choices=["float32", "float64"],
+                       help="default float32; with --verify float64")
     data = p.add_argument_group("data")
     data.add_argument("--text", metavar="FILE", help="UTF-8 text (default: Python's own manual)")
     data.add_argument("--batch", type=flags.integer(1), default=12, metavar="B",
@@ -63,6 +63,9 @@ def parser():
                           help="peak learning rate (default: 0.75 / width; for sgd 0.5)")
     training.add_argument("--clip", type=flags.real(0), default=1.0, metavar="NORM",
                           help="largest gradient norm, 0: any (default 1)")
+    parallel.add_flags(p).add_argument(
+        "--verify", action="store_true",
+        help="train the same in one process beside it, compare after every step")
     output = p.add_argument_group("output")
     output.add_argument("--sample", type=flags.integer(0), default=200, metavar="N",
                         help="characters to write at the end (default 200)")
@@ -82,6 +85,7 @@ class Run:
     mesh: DeviceMesh
     model: object
     optimizer: object
+    twin: verify.Twin | None                                # the same training in one process
 
 
 @dataclass
@@ -108,17 +112,35 @@ def build(args):
     text = default_text() if args.text is None else read_text(args.text)
     corpus = Corpus(text, context)
     config = gpt.preset(args.preset, vocab=corpus.vocab, dropout=args.dropout, **sizes)
-    mesh = DeviceMesh(solo())
-    model = gpt.GPT(config, args.seed, np.dtype(args.dtype))
-    return Run(corpus, config, mesh, model, make_optimizer(model.parameters(), args, config))
+    mesh = parallel.make_mesh(args)
+
+    def plain():
+        return gpt.GPT(config, args.seed, np.dtype(args.dtype))
+
+    def optimizer(params):
+        return make_optimizer(params, args, config)
+
+    model = parallel.spread(plain(), mesh)
+    twin = verify.Twin(plain, optimizer, mesh) if args.verify else None
+    return Run(corpus, config, mesh, model, optimizer(model.parameters()), twin)
+
+
+def settle(args):
+    """Fill in what depends on --verify: only float64 can tell rounding from a mistake."""
+    if args.verify and args.dtype == "float32":
+        raise BadInput("--verify compares in float64, where 1e-11 is far above rounding and far "
+                       "below any mistake; leave out --dtype float32")
+    args.dtype = args.dtype or ("float64" if args.verify else "float32")
+    args.eps = verify.ADAMW_EPS if args.verify else 1e-8
+    return args
 
 
 def make_optimizer(params, args, config):
-    """AdamW or SGD, with a tenth of the steps to warm up and a cosine down to a tenth of the rate."""
+    """Make AdamW or SGD; a tenth of the steps warms up, a cosine leads to a tenth of the rate."""
     usual = 0.5 if args.optimizer == "sgd" else 0.75 / config.width
     peak = usual if args.lr is None else args.lr
     rate = warmup_cosine(peak, min(100, args.steps // 10), args.steps, floor=peak / 10)
-    return SGD(params, rate, momentum=0.9) if args.optimizer == "sgd" else AdamW(params, rate)
+    return SGD(params, rate, momentum=0.9) if args.optimizer == "sgd" else AdamW(params, rate, eps=args.eps)
 
 
 def fit(run, args, progress):
@@ -140,6 +162,8 @@ def fit(run, args, progress):
             raise BadInput(f"the loss is {result.loss} at step {step}; use a smaller --lr than "
                            f"the {run.optimizer.rate:.2g} of this step")
         progress.move(history)
+        if run.twin and not run.twin.check(result, run.model, batch, args.clip or None).equal:
+            break
     validate(run, args, history, args.steps)
     progress.mark(history)
     return history
@@ -222,17 +246,17 @@ def headline(run, args):
     """Say in two lines what is about to be trained on what."""
     c = run.config
     size = sum(math.prod(p.full_shape) for p in run.model.parameters())
-    text = args.text or "pydoc_data.topics"
+    text, characters = args.text or "pydoc_data.topics", sum(map(len, run.corpus.splits.values()))
     return (f"{args.preset}: {c.layers} layers of width {c.width}, {c.heads} heads, "
             f"{size:,} parameters in {args.dtype}\n"
-            f"{text}: {sum(map(len, run.corpus.splits.values())):,} characters, {c.vocab} different; "
+            f"{text}: {characters:,} characters, {c.vocab} different; "
             f"{args.batch} x {c.context} tokens per step")
 
 
-def report(args, history, text, fingerprint):
+def report(args, history, verdict, text, fingerprint):
     """Collect what was printed, as data."""
     return {"losses": history.losses, "val_losses": history.val_losses,
-            "val_steps": history.val_steps, "tokens_per_s": history.tokens_per_s, "verdict": None,
+            "val_steps": history.val_steps, "tokens_per_s": history.tokens_per_s, "verdict": verdict,
             "sample": text, "parameters_sha256": fingerprint,
             "flags": {k: v for k, v in vars(args).items() if k not in ("out", "json")}}
 
@@ -252,7 +276,7 @@ def draw(history, path):
 # ------------------------------------------------------------------------------ the command
 
 def main():
-    args = parser().parse_args()
+    args = settle(parser().parse_args())
     run = build(args)
     for path in outputs(args).values():
         flags.writable(path)
@@ -262,8 +286,10 @@ def main():
     with np.errstate(over="ignore", invalid="ignore"):      # seen in the loss
         history = fit(run, args, Progress(args.steps, show=first))
     model = whole(run, np.dtype(args.dtype))
+    verdict = run.twin.verdict if run.twin else None
     if first:
-        finish(args, history, model, run.corpus)
+        finish(args, history, verdict and verdict.line(), model, run.corpus)
+    return 0 if verdict is None or verdict.equal else 1
 
 
 def outputs(args):
@@ -273,7 +299,7 @@ def outputs(args):
     return {what: path for what, path in files.items() if path}
 
 
-def finish(args, history, model, corpus):
+def finish(args, history, verdict, model, corpus):
     """Print and write what has come out."""
     files = outputs(args)
     text, fingerprint = sample(model, corpus, args), digest(model)
@@ -281,10 +307,13 @@ def finish(args, history, model, corpus):
     if "picture" in files:
         draw(history, files["picture"])
     if "data" in files:
-        data = json.dumps(report(args, history, text, fingerprint), indent=1).encode()
+        data = report(args, history, verdict, text, fingerprint)
+        data = json.dumps(data, indent=1).encode()
         flags.write(files["data"], lambda file: file.write(data))
     for what, path in files.items():
         print(f"{what:10} {path}")
+    if verdict:
+        print(verdict)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ def test_write_makes_folders_and_replaces(tmp_path):
     path = tmp_path / "a" / "b.txt"
     flags.writable(path)
     assert not list(tmp_path.iterdir())                    # asking leaves nothing behind
-    for text in (b"one", b"two"):
-        flags.write(path, lambda file: file.write(text))
+    flags.write(path, lambda file: file.write(b"one"))
+    flags.write(path, lambda file: file.write(b"two"))
     assert path.read_bytes() == b"two" and list(path.parent.iterdir()) == [path]
 
 

@@ -1,4 +1,4 @@
-"""Optimizers against PyTorch, against pencil and paper, and on the arrays that layouts hand them."""
+"""Optimizers against PyTorch, against pencil and paper, and on the arrays of any layout."""
 import math
 import tracemalloc
 
@@ -68,7 +68,7 @@ def test_decay_is_for_matrices_only():
 
 
 def test_schedule_moves_with_real_updates_only():
-    """Warm-up over 4 updates, an overflow at attempt 2: the rates of the real updates lose nothing."""
+    """Warm-up over 4 updates, an overflow at attempt 2: no rate is skipped."""
     p = Parameter(np.ones(2), "p")
     optimizer, rates, counts = AdamW([p], warmup_cosine(1.0, 4, 100)), [], []
     for attempt in range(1, 6):
@@ -91,7 +91,7 @@ def test_warmup_cosine_ends():
                                   lambda ps: AdamW(ps, 0.1)], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_writes_in_place_through_any_view(make, dtype):
-    """Slices of a flat buffer, transposed and strided arrays: same numbers, same memory, same dtype."""
+    """Slices of a buffer, transposed, strided: same numbers, same memory, same dtype."""
     rng = np.random.default_rng(2)
     plain = [Parameter(rng.standard_normal((6, 5)).astype(dtype), n) for n in "abc"]
     buffer, wide = np.zeros(100, dtype), np.zeros((6, 10), dtype)

@@ -54,7 +54,7 @@ def test_a_token_weighs_the_same_in_every_micro_batch(rows):
 @pytest.mark.parametrize("make", [lambda ps: SGD(ps, 0.1, momentum=0.9),
                                   lambda ps: AdamW(ps, 0.01, eps=1e-5)], ids=["sgd", "adamw"])
 def test_accumulation_equals_one_big_batch(make):
-    """Over unequal numbers of tokens, with dropout and clipping, also with more pieces than rows."""
+    """Over unequal numbers of tokens, with dropout and clipping, even in more pieces than rows."""
     def trained(pieces):
         model = perturb(tiny(dropout=0.2))
         optimizer = make(model.parameters())
@@ -74,7 +74,8 @@ def test_a_batch_without_targets_changes_nothing():
     optimizer = AdamW(model.parameters(), 0.1)
     before = [p.data.copy() for p in model.parameters()]
     batch = random_batch(13, 8, 3, seed=0, step=0)
-    result = train_step(model, replace(batch, targets=np.full_like(batch.targets, IGNORE)), optimizer)
+    batch = replace(batch, targets=np.full_like(batch.targets, IGNORE))
+    result = train_step(model, batch, optimizer)
     assert (result.loss, result.count, optimizer.t) == (0.0, 0, 0)
     assert all(np.array_equal(a, p.data) for a, p in zip(before, model.parameters()))
 
@@ -97,8 +98,8 @@ def command(monkeypatch, tmp_path, capsys):
 
     def run(*argv, steps=3):
         small = ["--preset", "lesson", "--layers", "1", "--batch", "4", "--sample", "20"]
-        monkeypatch.setattr(sys, "argv", ["train", *small, "--steps", str(steps), "--json", "t.json",
-                                          *argv])
+        always = [*small, "--steps", str(steps), "--json", "t.json"]
+        monkeypatch.setattr(sys, "argv", ["train", *always, *argv])
         train.main()
         return json.loads((tmp_path / "t.json").read_text()), capsys.readouterr().out
     return run
