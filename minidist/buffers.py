@@ -1,14 +1,17 @@
-"""What may travel between ranks: contiguous NumPy arrays of a known type, refused by name otherwise.
+"""What may travel between ranks: contiguous arrays of a known type; others are refused by name.
 
 MPI sends memory, not meaning. A Fortran-ordered array arrives transposed, a float32 message fills
 half of a float64 buffer, and neither is an error to MPI. So every array is looked at first.
 """
 import numpy as np
 
-# One small code per type travels in the message tag, so that the receiver can compare.
+from minidist.counting import COLLECTIVES, code_of
+from minidist.link import HEADER
+
+# A tag, in the 15 bits that every MPI has:  more pieces follow 1 | type 4 | operation 5 | number 5
 DTYPES = [np.dtype(t) for t in ("f4", "f8", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1",
                                 "?", "c8", "c16")]
-CODES = {dtype: code for code, dtype in enumerate(DTYPES, start=1)}
+CODES = {dtype: code << 10 for code, dtype in enumerate(DTYPES, start=1)}
 
 
 def outgoing(x):
@@ -49,3 +52,36 @@ def refusal(x, name):
                   else "send np.ascontiguousarray(x)")
         return ValueError(f"{what} {kind}; {remedy}")
     return ValueError(f"{what} is read-only; receive into an array of your own")
+
+
+# -- what came is not what was expected ---------------------------------------------------------
+
+def unlike(comm, came, expected, into, source):
+    """The error that names both what a rank expected and what came."""
+    tag, nbytes = came
+    start = (f"rank {comm.rank} of group {comm.name} expected {words(expected, into.nbytes)} "
+             f"from rank {source}")
+    if tag == HEADER:
+        return ValueError(f"{start}, but only one of the two has a software link: "
+                          "every rank of a group must call link()")
+    text = f"{start}{call(comm, expected)}, but got {words(tag, nbytes)}{call(comm, tag)}"
+    if (tag ^ expected) & 0x3FF:
+        text += ": all ranks of a group must make the same calls in the same order"
+    return ValueError(text)
+
+
+def words(tag, nbytes):
+    """A message's length and type, in words."""
+    dtype = DTYPES[(tag >> 10 & 15) - 1]
+    more = "more than " if tag >> 14 or nbytes % dtype.itemsize else ""
+    return f"{more}{nbytes // dtype.itemsize} {dtype.name}"
+
+
+def call(comm, tag):
+    """The collective call a tag speaks of, as far as its ten bits tell."""
+    code, number = tag >> 5 & 31, tag & 31
+    if code == 0:
+        return "" if comm._operation is None else " outside a collective"
+    names = [n for n in [*COLLECTIVES, *comm.counts] if code_of(n) == code]
+    near = comm._sequence + (number - comm._sequence + 16) % 32 - 16
+    return f" in {names[0] if names else 'another operation'} #{near}"

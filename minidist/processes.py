@@ -1,74 +1,171 @@
 """Ranks as MPI processes: the one module that imports mpi4py.
 
-Arrays go by the upper-case calls, as bytes; nothing is pickled. A receive takes any tag, because
-the tag tells what the sender meant: the caller compares it and names both sides.
+Arrays go by the upper-case calls, as bytes; nothing is pickled. A receive takes any tag, since the
+tag says what the sender meant: the caller compares, and can name both sides. A message longer than
+PIECE bytes travels as several (MPI counts in 32 bits), all but the last with the MORE bit.
 """
 import os
+import queue
+import re
+import threading
 
-from mpi4py import MPI
+import mpi4py
 
-from minidist import watch
+from minidist import BadInput, environment, report
 
-SYNC = os.environ.get("MINIDIST_SYNC") == "1"
+mpi4py.rc.initialize, mpi4py.rc.finalize = False, True     # start() looks at the launcher first
+from mpi4py import MPI                                     # noqa: E402
 
-
-class Handle:
-    """A started send or receive; keeps the array alive until it is waited for."""
-
-    def __init__(self, request, array):
-        self.request, self.array = request, array
-
-    def wait(self):
-        status = MPI.Status()
-        self.request.Wait(status)
-        self.array = None
-        return status.Get_tag(), status.Get_count(MPI.BYTE)
+PIECE = int(os.environ.get("MINIDIST_PIECE", 2**30))
+SYNC = os.environ.get("MINIDIST_SYNC") == "1"              # every send waits for its receive
+MORE = 1 << 14
 
 
 class MPIWire:
-    """One rank's end of an MPI communicator."""
+    """One rank's end of an MPI communicator.  ranks: its members, as ranks of the world"""
 
-    def __init__(self, mpi, status=None):
+    def __init__(self, mpi, status, statuses):
         self.mpi, self.rank, self.size = mpi, mpi.rank, mpi.size
-        self.status = status or watch.Status()
+        self.status, self.statuses = status, statuses       # of this thread; of all of this rank
+        self.ranks = MPI.Group.Translate_ranks(mpi.group, None, MPI.COMM_WORLD.group)
         self.came = MPI.Status()
 
-    def isend(self, x, to, tag):
-        start = self.mpi.Issend if SYNC else self.mpi.Isend
-        return Handle(start((x, x.nbytes, MPI.BYTE), to, tag), x)
-
-    def irecv(self, into, source):
-        return Handle(self.mpi.Irecv((into, into.nbytes, MPI.BYTE), source, MPI.ANY_TAG), into)
-
     def send(self, x, to, tag):
-        send = self.mpi.Ssend if SYNC else self.mpi.Send
-        send((x, x.nbytes, MPI.BYTE), to, tag)
+        if SYNC or x.nbytes > PIECE:
+            self.isend(x, to, tag).wait()
+        else:
+            self.mpi.Send((x, x.nbytes, MPI.BYTE), to, tag)
 
     def recv(self, into, source):
-        self.mpi.Recv((into, into.nbytes, MPI.BYTE), source, MPI.ANY_TAG, self.came)
+        if into.nbytes > PIECE:
+            return self.irecv(into, source).wait()
+        try:
+            self.mpi.Recv((into, into.nbytes, MPI.BYTE), source, MPI.ANY_TAG, self.came)
+        except MPI.Exception as error:
+            return too_long(error, self.came, into.nbytes)
         return self.came.Get_tag(), self.came.Get_count(MPI.BYTE)
 
     def sendrecv(self, x, to, tag, into, source):
-        if SYNC:
+        if SYNC or x.nbytes > PIECE or into.nbytes > PIECE:
             sent = self.isend(x, to, tag)
             came = self.recv(into, source)
             sent.wait()
             return came
-        self.mpi.Sendrecv((x, x.nbytes, MPI.BYTE), to, tag,
-                          (into, into.nbytes, MPI.BYTE), source, MPI.ANY_TAG, self.came)
+        try:
+            self.mpi.Sendrecv((x, x.nbytes, MPI.BYTE), to, tag,
+                              (into, into.nbytes, MPI.BYTE), source, MPI.ANY_TAG, self.came)
+        except MPI.Exception as error:
+            return too_long(error, self.came, into.nbytes)
         return self.came.Get_tag(), self.came.Get_count(MPI.BYTE)
+
+    def isend(self, x, to, tag):
+        begin = self.mpi.Issend if SYNC else self.mpi.Isend
+        parts = pieces(x)
+        return Handle([(begin((part, part.nbytes, MPI.BYTE), to, tag + MORE * more), part)
+                       for part, more in parts])
+
+    def irecv(self, into, source):
+        return Handle([(self.mpi.Irecv((part, part.nbytes, MPI.BYTE), source, MPI.ANY_TAG), part)
+                       for part, _ in pieces(into)])
+
+    # -- groups and streams -----------------------------------------------------------------
 
     def split(self, color, key):
         """Form groups of equal color, ordered by (key, rank); None for color None."""
         mpi = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
-        return None if color is None else MPIWire(mpi, self.status)
-
-    def dup(self, status=None):
-        return MPIWire(self.mpi.Dup(), status or self.status)
+        return None if color is None else MPIWire(mpi, self.status, self.statuses)
 
     def node(self):
-        return MPIWire(self.mpi.Split_type(MPI.COMM_TYPE_SHARED), self.status)
+        return MPIWire(self.mpi.Split_type(MPI.COMM_TYPE_SHARED), self.status, self.statuses)
+
+    def dup(self):
+        return MPIWire(self.mpi.Dup(), self.status, self.statuses)
+
+    def thread(self, name):
+        """The same communicator for a new thread of this rank."""
+        self.statuses.append(report.Status(None, name))
+        return MPIWire(self.mpi, self.statuses[-1], self.statuses)
+
+    def beside(self, other):
+        """The same communicator for the thread of another wire."""
+        return MPIWire(self.mpi, other.status, self.statuses)
+
+    def queue(self):
+        return queue.SimpleQueue()
 
 
-def world():
-    return MPIWire(MPI.COMM_WORLD.Dup())
+def pieces(x):
+    """Cut an array into flat parts of at most PIECE bytes -> [(part, does another follow?)]"""
+    if x.nbytes <= PIECE:
+        return [(x, False)]
+    flat = x.reshape(-1).view("u1")
+    return [(flat[i:i + PIECE], i + PIECE < x.nbytes) for i in range(0, x.nbytes, PIECE)]
+
+
+class Handle:
+    """A started send or receive.  parts: (request, array) pairs; they keep the arrays alive"""
+
+    def __init__(self, parts):
+        self.parts = parts
+
+    def wait(self):
+        """Block until it is done; a receive returns what came: (tag, nbytes)."""
+        total, status, left = 0, MPI.Status(), len(self.parts)
+        for request, part in self.parts:
+            try:
+                request.Wait(status)
+            except MPI.Exception as error:
+                return too_long(error, status, part.nbytes)
+            left, tag, total = left - 1, status.Get_tag(), total + status.Get_count(MPI.BYTE)
+            if tag & MORE and left:
+                tag -= MORE                        # as it should be: another piece follows
+            elif left:
+                break                              # the sender had fewer pieces than I expect
+        self.parts = []
+        return tag, total
+
+
+def too_long(error, status, nbytes):
+    """What came was too long -> (its tag, its size where MPI tells it, else one byte too many)."""
+    if error.Get_error_class() != MPI.ERR_TRUNCATE:
+        raise error
+    told = re.findall(r"(\d+) bytes received but buffer size is (\d+)", str(error))
+    sizes = [int(n) for pair in told for n in pair] + [status.Get_count(MPI.BYTE)]
+    return status.Get_tag(), max(*sizes, nbytes + 1)
+
+
+# -- the whole job ------------------------------------------------------------------------------
+
+def start():
+    """Start MPI -> the wire that joins all its processes; refuse a launcher of another MPI."""
+    if not MPI.Is_initialized():
+        if "OMPI_COMM_WORLD_SIZE" in os.environ and MPI.get_vendor()[0] != "Open MPI":
+            raise BadInput(wrong_launcher())       # MPI_Init would end in a riddle
+        MPI.Init_thread()
+    if MPI.COMM_WORLD.size == 1 and (environment.size() or 1) > 1:
+        raise BadInput("every rank believes it is rank 0 of 1: " + wrong_launcher())
+    status = report.Status(threading.get_ident())
+    return MPIWire(MPI.COMM_WORLD.Dup(), status, [status])
+
+
+def wrong_launcher():
+    """The sentence that says which mpirun to use instead."""
+    mine = environment.mpiexec() or "the mpiexec of that MPI"
+    return (f"this mpirun is not the one of {library()}, which mpi4py uses here: "
+            f"start with {mine} -n {environment.size() or 4}, or without mpirun and with -n")
+
+
+def library():
+    """The MPI that mpi4py is linked with, such as "MPICH 5.0.2"."""
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
+
+
+def share(value):
+    """Give rank 0's value to all processes (set-up only)."""
+    return MPI.COMM_WORLD.bcast(value)
+
+
+def abort(code):
+    """End all processes of the job."""
+    MPI.COMM_WORLD.Abort(code)

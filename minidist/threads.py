@@ -4,17 +4,24 @@ A message goes into the mailbox (channel, receiver, sender), which keeps two que
 
     letters   sent, and nobody has asked yet        posts   asked for, and nobody has sent yet
 
-Every thread either runs or waits for exactly one letter or post. When the last running one begins
-to wait, nobody is left who could wake the others: that is a deadlock, exact and at once.
+Every thread either runs or waits for one letter or post. When the last running one begins to wait,
+nobody is left who could wake the others: that is a deadlock, exact and at once.
 """
 import threading
+import time
 from collections import defaultdict, deque
 
-from minidist import watch
+import numpy as np
+
+from minidist import report
 
 
 class Deadlock(RuntimeError):
     """Ranks wait for each other and none can go on."""
+
+
+class Stopped(RuntimeError):
+    """Another rank has failed, so this one cannot go on."""
 
 
 class World:
@@ -25,22 +32,22 @@ class World:
         self.lock = threading.Lock()
         self.letters, self.posts = defaultdict(deque), defaultdict(deque)
         self.actors, self.running = [], 0
-        self.channels, self.error = 0, None
+        self.streams, self.channels, self.error = [], 0, None
 
-    def actor(self, rank):
+    def actor(self, rank, name="main"):
         """Register one more thread, as running."""
         with self.lock:
-            self.actors.append(Actor(rank))
+            self.actors.append(Actor(rank, name))
             self.running += 1
             return self.actors[-1]
 
     def wait(self, actor, thing):
         """Let actor wait until thing is done.  The caller holds the lock"""
-        if self.error is None and not thing.done:
+        if not thing.done and self.error is None:
             thing.waiter = actor
             self.rest(actor)
             self.lock.release()
-            actor.wake.acquire()
+            actor.bell.acquire()
             self.lock.acquire()
         if not thing.done:
             raise type(self.error)(*self.error.args)
@@ -50,60 +57,54 @@ class World:
         self.running -= 1
         actor.running = False
         if self.running == 0 and any(a.status.now for a in self.actors):
-            self.fail(Deadlock(watch.explain([a.row() for a in self.actors])))
+            self.fail(Deadlock(self.story("deadlock: no rank can go on")))
 
     def finish(self, thing):
         """Mark thing as done and wake who waits for it.  The caller holds the lock"""
         thing.done = True
-        if thing.waiter:
+        if thing.waiter is not None:
             self.rouse(thing.waiter)
 
     def rouse(self, actor):
         if not actor.running:
             self.running += 1
             actor.running = True
-            actor.wake.release()
+            actor.bell.release()
 
     def fail(self, error):
         """End the world: whoever waits now, or waits next, raises error.  Caller holds the lock"""
         if self.error is None:
             self.error = error
             for actor in self.actors:
-                if actor.status.now:
-                    self.rouse(actor)
+                self.rouse(actor)
 
     def leave(self, actor, error=None):
-        """Let a thread go: its rank has returned, or raised error."""
+        """Let a rank go: it has returned, or raised error."""
         with self.lock:
-            actor.left, actor.status.now = True, None
+            actor.status.now = None
+            actor.status.end = "has finished" if error is None else f"raised {error!r}"
             if error is not None:
-                self.fail(Stopped(f"rank {actor.rank} failed: {error!r}"))
+                self.fail(Stopped(self.story(f"rank {actor.rank} raised {error!r}")))
             self.rest(actor)
 
-
-class Stopped(RuntimeError):
-    """Another rank has failed, so this one cannot go on."""
+    def story(self, headline):
+        return report.explain(headline, [report.row(a.rank, a.status) for a in self.actors])
 
 
 class Actor:
     """One thread of one rank: what it does now, and the bell that wakes it."""
 
-    def __init__(self, rank):
-        self.rank, self.status = rank, watch.Status()
-        self.running, self.left = True, False
-        self.wake = threading.Lock()
-        self.wake.acquire()
-        self.thread = threading.get_ident()
-
-    def row(self):
-        return watch.Row(self.rank, watch.describe(self.status.now), watch.line_of(self.thread),
-                         self.left)
+    def __init__(self, rank, name):
+        self.rank, self.running = rank, True
+        self.status = report.Status(threading.get_ident(), name)
+        self.bell = threading.Lock()
+        self.bell.acquire()
 
 
 class Letter:
-    """A message on its way, and (in the other queue) a request for one."""
+    """A message on its way, or a request for one."""
 
-    def __init__(self, data, tag=None, nbytes=None):
+    def __init__(self, data=None, tag=None, nbytes=None):
         self.data, self.tag, self.nbytes = data, tag, nbytes
         self.done, self.waiter = False, None
 
@@ -123,29 +124,28 @@ class Handle:
 
 
 class ThreadWire:
-    """One rank's end of a channel between the threads `members` (world ranks)."""
+    """One rank's end of a channel between threads.  ranks: its members, as ranks of the world"""
 
-    def __init__(self, world, actor, channel, rank, members):
+    def __init__(self, world, actor, channel, rank, ranks):
         self.world, self.actor, self.channel = world, actor, channel
-        self.rank, self.size, self.members = rank, len(members), members
+        self.rank, self.size, self.ranks = rank, len(ranks), ranks
         self.status = actor.status
 
     def isend(self, x, to, tag):
         world, box = self.world, (self.channel, to, self.rank)
+        letter = Letter(x, tag, x.nbytes)
         with world.lock:
             if world.posts[box]:
-                letter = Letter(x, tag, x.nbytes)
                 deliver(world, letter, world.posts[box].popleft())
             else:
-                letter = Letter(x if world.sync else x.copy(), tag, x.nbytes)
+                letter.data = x if world.sync else x.copy()
+                letter.done = not world.sync
                 world.letters[box].append(letter)
-            letter.done = letter.done or not world.sync
         return Handle(self, letter)
 
     def irecv(self, into, source):
-        world, box = self.world, (self.channel, self.rank, source)
+        world, box, post = self.world, (self.channel, self.rank, source), Letter(into)
         with world.lock:
-            post = Letter(into)
             if world.letters[box]:
                 deliver(world, world.letters[box].popleft(), post)
             else:
@@ -164,102 +164,134 @@ class ThreadWire:
         sent.wait()
         return came
 
+    # -- groups and streams -----------------------------------------------------------------
+
     def split(self, color, key):
         """Form groups of equal color, ordered by (key, rank); None for color None."""
-        everyone = self._allgather((color, key, self.rank))
-        if self.rank == 0:
-            with self.world.lock:
-                base = self.world.channels
-                self.world.channels += self.size
-        base = self._allgather(base if self.rank == 0 else None)[0]
+        entries = self.gather((color, key, self.rank, self.fresh_channels()))
         if color is None:
             return None
-        mine = [r for c, k, r in sorted((e for e in everyone if e[0] == color), key=lambda e: e[1:])]
-        channel = base + 1 + min(mine)
+        mine = [rank for _, rank in sorted((k, r) for c, k, r, _ in entries if c == color)]
+        channel = entries[0][3] + min(mine)
         return ThreadWire(self.world, self.actor, channel, mine.index(self.rank),
-                          [self.members[r] for r in mine])
+                          [self.ranks[r] for r in mine])
 
-    def dup(self, actor=None):
-        wire = self.split(0, self.rank)
-        if actor:
-            wire.actor, wire.status = actor, actor.status
-        return wire
+    def fresh_channels(self):
+        """Reserve one channel per rank (rank 0's are the ones that get used)."""
+        with self.world.lock:
+            self.world.channels += self.size
+            return self.world.channels - self.size + 1
+
+    def gather(self, item):
+        """Exchange small Python objects with all ranks, in mailboxes of their own."""
+        setup = ThreadWire(self.world, self.actor, ("setup", self.channel), self.rank, self.ranks)
+        parcels = [np.empty(1, object) for _ in range(self.size)]
+        mine = np.empty(1, object)
+        mine[0] = item
+        sent = [setup.isend(mine, r, 0) for r in range(self.size)]
+        for r in range(self.size):
+            setup.recv(parcels[r], r)
+        for handle in sent:
+            handle.wait()
+        return [p[0] for p in parcels]
 
     def node(self):
         return self.split(0, self.rank)
 
-    def _allgather(self, item):
-        """Exchange small Python objects with every rank, through mailboxes of their own."""
-        channel, self.channel = self.channel, (self.channel, "setup")
-        try:
-            for r in range(self.size):
-                self.isend(Parcel(item), r, 0)
-            parcels = [Parcel() for r in range(self.size)]
-            for r in range(self.size):
-                self.recv(parcels[r], r)
-            return [p.item for p in parcels]
-        finally:
-            self.channel = channel
+    def dup(self):
+        return self.split(0, self.rank)
+
+    def thread(self, name):
+        """The same channel for a new thread of this rank."""
+        actor = self.world.actor(self.ranks[self.rank], name)
+        return ThreadWire(self.world, actor, self.channel, self.rank, self.ranks)
+
+    def beside(self, other):
+        """The same channel for the thread of another wire."""
+        return ThreadWire(self.world, other.actor, self.channel, self.rank, self.ranks)
+
+    def queue(self):
+        return ThreadQueue(self)
 
 
-class Parcel:
-    """A Python object that travels like an array."""
-    nbytes = 0
+class ThreadQueue:
+    """Hands items to the one thread that owns `wire`, and lets the world know that it waits."""
 
-    def __init__(self, item=None):
-        self.item = item
+    def __init__(self, wire):
+        self.wire, self.items, self.post = wire, deque(), None
 
-    def copy(self):
-        return self
+    def put(self, item):
+        with self.wire.world.lock:
+            self.items.append(item)
+            if self.post is not None:
+                self.wire.world.finish(self.post)
 
-    def __setitem__(self, key, parcel):
-        self.item = parcel.item
+    def get(self):
+        world = self.wire.world
+        with world.lock:
+            if not self.items:
+                self.post = Letter()
+                world.wait(self.wire.actor, self.post)
+                self.post = None
+            return self.items.popleft()
 
 
 def deliver(world, letter, post):
-    """Put a letter into the buffer that waits for it; a wrong size is left for the receiver to refuse."""
+    """Move a letter into the buffer that waits for it; one of another size is not unpacked."""
     post.tag, post.nbytes = letter.tag, letter.nbytes
-    if letter.nbytes == post.data.nbytes:
-        copy(letter.data, post.data)
+    if letter.nbytes == post.data.nbytes and letter.data.dtype == post.data.dtype:
+        post.data.reshape(-1)[:] = letter.data.reshape(-1)
     letter.data = post.data = None
     world.finish(letter)
     world.finish(post)
 
 
-def copy(x, into):
-    if isinstance(x, Parcel):
-        into[...] = x
-    elif x.nbytes:
-        into.reshape(-1).view("u1")[:] = x.reshape(-1).view("u1")
+# -- running ranks ------------------------------------------------------------------------------
 
+def run(n, body, sync=False, timeout=None):
+    """Call body(wire) on n threads; return the results in rank order, or raise the first error."""
+    world, results, errors = World(n, sync), [None] * n, []
 
-def run(n, fn, args, sync, timeout, make):
-    """Call fn(make(wire), *args) on n threads; return the results in rank order."""
-    world = World(n, sync)
-    results, errors = [None] * n, [None] * n
-
-    def body(rank):
-        actor = world.actors[rank]
-        actor.thread = threading.get_ident()
+    def rank_thread(actor):
+        actor.status.thread_id, error = threading.get_ident(), None
         try:
-            results[rank] = fn(make(ThreadWire(world, actor, 0, rank, range(n))), *args)
-        except BaseException as error:
-            errors[rank] = error
-        world.leave(actor, errors[rank])
+            results[actor.rank] = body(ThreadWire(world, actor, 0, actor.rank, range(n)))
+        except BaseException as raised:                        # noqa: BLE001  (re-raised below)
+            error = raised
+            errors.append((actor.rank, raised))
+        world.leave(actor, error)
 
-    for rank in range(n):
-        world.actor(rank)
-    threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(n)]
+    actors = [world.actor(rank) for rank in range(n)]
+    threads = [threading.Thread(target=rank_thread, args=(a,), daemon=True) for a in actors]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(timeout)
-        if thread.is_alive():
-            with world.lock:
-                world.fail(TimeoutError("after %g s:\n%s" % (timeout, watch.explain(
-                    [a.row() for a in world.actors]))))
-            raise world.error
-    failed = [e for e in errors if e is not None]
-    for error in [e for e in failed if not isinstance(e, Stopped)] + failed:
-        raise error
+    join(world, threads, timeout)
+    if errors:
+        raise first(errors)
     return results
+
+
+def join(world, threads, timeout):
+    """Wait for all ranks, then for their streams; stop everyone on timeout or Ctrl-C."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    try:
+        for thread in threads:
+            thread.join(None if deadline is None else max(0, deadline - time.monotonic()))
+        for stream in world.streams:
+            stream.close()
+    except KeyboardInterrupt:
+        with world.lock:
+            world.fail(Stopped("interrupted"))
+        raise
+    if any(thread.is_alive() for thread in threads):
+        with world.lock:
+            world.fail(Stopped("stopped after the timeout"))
+            raise TimeoutError(world.story(f"ranks still run after {timeout:g} s"))
+
+
+def first(errors):
+    """The error that came first; those of ranks that were merely stopped by it come last."""
+    rank, error = min(errors, key=lambda e: isinstance(e[1], Stopped))
+    if hasattr(error, "add_note") and not isinstance(error, Deadlock):           # Python 3.11
+        error.add_note(f"raised by rank {rank}")
+    return error

@@ -3,9 +3,9 @@
     @mpi(4)                                        @pytest.mark.parametrize("n", [0, 7])
     def test_shift(comm, n): ...                   fine together: parameters go by keyword
 
-pytest only launches `mpiexec -n 4 python -m tests.mpi ...`; each rank imports the test's module, calls
-the function with comm = comm.world(), and leaves a result file. Passed means: status 0 *and* every
-rank said "ok". A launch takes half a second, so a test that wants several group sizes splits its comm.
+pytest only launches `mpiexec -n 4 python -m tests.mpi ...`; each rank imports the test's module,
+calls the function with comm = comm.world(), and leaves a result file. Passed means: status 0 *and*
+every rank said "ok". A launch takes half a second: a test of several group sizes splits its comm.
 
 The MPI is the one of the Python that runs pytest: run the suite again with another environment's
 Python for another MPI.
@@ -44,15 +44,15 @@ def mpi(ranks, timeout=30, **env):
     return decorate
 
 
-def on_ranks(fn, ranks, timeout=30, kwargs={}, env={}):
+def on_ranks(fn, ranks, timeout=30, kwargs=None, env=None):
     """Launch fn(comm, **kwargs) on MPI ranks; fail with everything they had to say."""
     need_mpi()
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        (folder / "kwargs").write_bytes(pickle.dumps(kwargs))
+        (folder / "kwargs").write_bytes(pickle.dumps(kwargs or {}))
         command = [sys.executable, "-m", "tests.mpi", fn.__module__, fn.__name__, str(folder),
                    str(timeout)]
-        env = {"MINIDIST_TIMEOUT": str(0.7 * timeout), **env}
+        env = {"MINIDIST_TIMEOUT": str(0.7 * timeout), **(env or {})}
         status, output = execute(launch.command(ranks, command), timeout + 10, env)
         results = [read(folder / f"rank{r}") for r in range(ranks)]
         if status == 0 and all(r == "ok" for r in results):
@@ -81,7 +81,7 @@ def need_mpi():
 
 
 def execute(command, timeout, env=None, interrupt=None):
-    """Run a command to its end -> (exit status or None if it hung, output); leave no process behind.
+    """Run a command to its end -> (exit status, or None if it hung; output).  Leaves no process
 
     interrupt: send Ctrl-C to the whole job as soon as its output contains this text.
     """

@@ -10,7 +10,7 @@ PACKAGE = ROOT / "minidist"
 
 # Imports point down this table, or to the left within a row; in row 4 no module imports another.
 ROWS = [
-    "traffic cost tape tensor environment link counting agree buffers watch report threads "
+    "traffic cost tape tensor environment link counting agree buffers report watch threads "
     "processes stream safety comm launch flags",
     "attention functional nn optim data ring tree halving double_tree hierarchical alltoall mesh",
     "algorithms collectives gpt",

@@ -1,0 +1,172 @@
+"""What a rank has sent, by label: the numbers that `cost` predicts.
+
+    with comm.operation("all_reduce"): ...   messages of one collective call, the same on every rank
+    with comm.label("pipeline"): ...         messages of any kind, counted under one name
+    with comm.counting() as c: ...           c.calls c.messages c.bytes c.by_label c.by_group
+    with comm.recording() as events: ...     one Event per message and end
+
+Bytes are payload bytes *sent*. Of nested labels the outermost wins, so a collective made of two
+others counts as one; messages without a label count under the name of their call, such as "send".
+"""
+import time
+import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+# These have a code of their own in the tags of their messages; other names share the rest.
+COLLECTIVES = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "scatter",
+               "gather", "all_to_all", "barrier", "check"]
+
+
+@dataclass
+class Count:
+    """What was sent under one label."""
+    calls: int = 0
+    messages: int = 0
+    bytes: int = 0
+
+    def add(self, calls, messages, nbytes):
+        self.calls += calls
+        self.messages += messages
+        self.bytes += nbytes
+
+
+class Total(Count):
+    """What a counting() block found, and its parts by label and by name of the group."""
+
+    def __init__(self):
+        super().__init__()
+        self.by_label, self.by_group = {}, {}
+
+    def include(self, group, label, *numbers):
+        if any(numbers):
+            for count in (self, self.by_label.setdefault(label, Count()),
+                          self.by_group.setdefault(group, Count())):
+                count.add(*numbers)
+
+
+@dataclass
+class Event:
+    """One end of a message.  peer: a rank of the group; start, end: seconds (perf_counter)"""
+    rank: int
+    op: str                    # the label
+    group: str
+    peer: int
+    nbytes: int
+    start: float
+    end: float
+    kind: str                  # "send" or "recv"; a sendrecv is one of each
+
+
+class Label:
+    """`with` this, messages of a Comm are counted under one name."""
+
+    def __init__(self, comm, name, collective):
+        self.comm, self.name, self.collective = comm, name, collective
+        self.count = comm.counts.setdefault(name, Count())
+        self.code, self.detail = code_of(name) << 5, None
+
+    def __enter__(self):
+        comm = self.comm
+        comm._depth += 1
+        if comm._depth == 1:
+            comm._label = self
+            self.count.calls += 1
+        if self.collective:
+            comm._collectives += 1
+            if comm._collectives == 1:
+                comm._enter(self)
+
+    def __exit__(self, *error):
+        comm = self.comm
+        comm._depth -= 1
+        if comm._depth == 0:
+            comm._label = None
+        if self.collective:
+            comm._collectives -= 1
+            if comm._collectives == 0:
+                comm._leave()
+
+
+def code_of(name):
+    """The five bits that stand for an operation's name in a message tag: 1 to 31."""
+    if name in COLLECTIVES:
+        return 1 + COLLECTIVES.index(name)
+    return 1 + len(COLLECTIVES) + zlib.crc32(name.encode()) % (31 - len(COLLECTIVES))
+
+
+class Counting:
+    """The half of Comm that labels, counts and records."""
+
+    def __init__(self):
+        self.counts, self._labels, self._events = {}, {}, None
+        self._label, self._depth, self._collectives = None, 0, 0
+
+    def operation(self, name, detail=None):
+        """`with` this, messages belong to one collective call, which every rank of the group makes.
+
+        detail: what must be the same on every rank; compared first if MINIDIST_CHECK=1.
+        """
+        label = self._labels.get(name)
+        if label is None:
+            label = self._labels[name] = Label(self, name, collective=True)
+        label.detail = detail
+        return label
+
+    def label(self, name):
+        """`with` this, messages are counted under name; other ranks need not do the same."""
+        label = self._labels.get((name,))
+        if label is None:
+            label = self._labels[name,] = Label(self, name, collective=False)
+        return label
+
+    @contextmanager
+    def counting(self):
+        """Count what this rank sends inside the block, in this group and those made from it."""
+        before, total = self._counted(), Total()
+        try:
+            yield total
+        finally:
+            for (comm, name), now in self._counted().items():
+                was = before.get((comm, name), (0, 0, 0))
+                total.include(comm.name, name, *(a - b for a, b in zip(now, was)))
+
+    def _counted(self):
+        return {(c, name): (count.calls, count.messages, count.bytes)
+                for c in self._everyone() for name, count in c.counts.items()}
+
+    @contextmanager
+    def recording(self):
+        """Log every message of the block, in this group and those made from it, as Events."""
+        events = []
+        for c in self._everyone():
+            c._events = events
+        try:
+            yield events
+        finally:
+            for c in self._everyone():
+                c._events = None
+
+    # -- around every message -------------------------------------------------------------
+
+    def _begin(self, kind, to, source, nbytes, incoming=0):
+        """Count a message, and say what this thread is about to wait for."""
+        label = self._label
+        if label is None:
+            label = self.label(kind)
+            label.count.calls += 1
+        if to is not None:
+            label.count.messages += 1
+            label.count.bytes += nbytes
+        self._status.now = self, kind, to, source, nbytes or incoming
+        if self._events is not None:
+            return label.name, to, source, nbytes, incoming, time.perf_counter()
+
+    def _end(self, started):
+        self._status.now = None
+        if started is not None and self._events is not None:
+            op, to, source, nbytes, incoming, start = started
+            end = time.perf_counter()
+            for kind, peer, n in ("send", to, nbytes), ("recv", source, incoming):
+                if peer is not None:
+                    self._events.append(Event(self.rank, op, self.name, peer, n, start, end, kind))
