@@ -149,6 +149,7 @@ def all_to_all(pieces, comm, shapes=None, out=None, algorithm=None):
                 for shape, into in zip(shapes, out or [None] * comm.size)]
     nbytes = sum(piece.nbytes for piece in pieces)
     algorithm, fn = find("all_to_all", algorithm or (None if equal else "pairwise"), nbytes, comm.size)
+    check_pieces(pieces, algorithm, comm)
     with comm.operation("all_to_all", algorithm):
         fn([piece.reshape(-1) for piece in pieces], [piece.reshape(-1) for piece in received], comm)
     return received
@@ -205,6 +206,15 @@ def check_mine(length, sizes, comm):
     if len(sizes) != comm.size or sizes[comm.rank] != length:
         raise ValueError(f"rank {comm.rank} of {comm.size} in '{comm.name}' holds a piece of {length}, "
                          f"but sizes is {list(sizes)}")
+
+
+def check_pieces(pieces, algorithm, comm):
+    """Refuse what an all_to_all cannot send."""
+    if len(pieces) != comm.size:
+        raise ValueError(f"all_to_all in '{comm.name}' has {len(pieces)} pieces for {comm.size} ranks")
+    if algorithm == "bruck" and len({piece.size for piece in pieces}) > 1:
+        raise ValueError(f"bruck needs equal pieces, these have {[p.size for p in pieces]} elements; "
+                         "use algorithm=\"pairwise\"")
 
 
 def along(shape, dim, size):
