@@ -1,59 +1,142 @@
-"""Start the ranks of a command, and give its mistakes a plain ending."""
+"""The entry of every command: start its ranks, watch over them, give its mistakes a plain ending.
+
+    python -m lessons.ring -n 4
+      |                                          this process stays, as supervisor
+      +-- mpiexec -n 4 python -m lessons.ring    the mpiexec that belongs to this Python
+            +-- rank 0 ... rank 3                each writes its row of the status file
+
+The status file outlives its writers. When a rank dies without a word (a signal, a crash in C code,
+os._exit), mpiexec kills the others within milliseconds, MPICH's even with status 0: the supervisor
+then says which rank was first and what the others were doing, and its own status is not 0.
+"""
+import importlib.util
 import os
-import shutil
+import select
+import signal
+import subprocess
 import sys
+import time
 
-from minidist import BadInput
-
-# Both MPIs: as root, more ranks than cores, and a waiting rank leaves its core to others.
-ENVIRONMENT = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-RANK_VARIABLES = "PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"
+from minidist import BadInput, environment, report, safety, watch
 
 
 def run(main):
-    """Run a command's main(): `-n N` starts N ranks of it, BadInput ends it with status 2."""
-    relaunch()
+    """Run a command: its status is main()'s, or the job's; BadInput is a sentence and status 2."""
     try:
-        main()
+        ranks = wanted_ranks()
+        if ranks is not None:
+            sys.exit(supervise(ranks, [sys.executable, *rest_of_command()]))
+        sys.exit(main())
     except BadInput as error:
-        if my_rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        safety.refuse(error)
+    except SystemExit as ending:
+        safety.leaving(ending.code)
+        raise
 
 
-def my_rank():
-    """This process's rank in the job, as its launcher says (0 without one)."""
-    return int(next((os.environ[v] for v in RANK_VARIABLES if v in os.environ), 0))
-
-
-def mpiexec():
-    """The launcher that belongs to this Python, or None."""
-    here = os.path.dirname(sys.executable)
-    return shutil.which("mpiexec", path=here) or shutil.which("mpiexec")
-
-
-def command(n, argv):
-    """The command line that runs argv on n ranks."""
-    return [mpiexec(), "-n", str(n), *argv]
-
-
-def relaunch():
-    """Under `-n N`, run the same command again on N ranks and end with its status."""
+def wanted_ranks():
+    """Take `-n N` off the command line -> N, or None where these already are the ranks."""
     if "-n" not in sys.argv:
-        return
+        return None
     at = sys.argv.index("-n")
-    n = sys.argv[at + 1]
+    given = " ".join(sys.argv[at + 1:at + 2])
     del sys.argv[at:at + 2]
-    if any(v in os.environ for v in RANK_VARIABLES):
-        return
-    argv = list(sys.orig_argv)
-    at = argv.index("-n")
-    del argv[at:at + 2]
-    if mpiexec() is None:
-        sys.exit("error: no mpiexec found beside this Python or on PATH; pip install mpich")
-    os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
-    sys.stdout.flush()
-    os.execv(mpiexec(), command(n, [sys.executable, *argv[1:]]))
+    if not given.isdigit() or int(given) < 1:
+        raise BadInput(f"-n {given}: give the number of ranks, such as -n 4")
+    started = environment.size()
+    if started not in (None, int(given)):
+        raise BadInput(f"-n {given}, but mpirun has started {started} ranks: leave one of them out")
+    return None if environment.launched() else int(given)
+
+
+def rest_of_command():
+    """This command line without the interpreter and without `-n N`."""
+    words = list(sys.orig_argv[1:])
+    at = len(words) - words[::-1].index("-n") - 1
+    return words[:at] + words[at + 2:]
+
+
+def command(ranks, argv):
+    """The command line that runs argv on that many ranks."""
+    mpiexec = environment.mpiexec()
+    if importlib.util.find_spec("mpi4py") is None:
+        raise BadInput(f"{sys.executable} has no mpi4py: pip install mpi4py mpich")
+    if mpiexec is None:
+        raise BadInput("no mpiexec beside this Python or on PATH: pip install mpich")
+    return [mpiexec, "-n", str(ranks), *argv]
+
+
+# -- the supervisor -----------------------------------------------------------------------------
+
+def supervise(ranks, argv):
+    """Run argv on ranks under mpiexec -> the job's exit status, with a report if one died."""
+    full, path, stopped = command(ranks, argv), watch.create(ranks), []
+    settings = {"MINIDIST_STATUS": path, "MINIDIST_TERMINAL": "1" if sys.stdin.isatty() else ""}
+    job = subprocess.Popen(full, env={**environment.SETTINGS, **os.environ, **settings})
+    signal.signal(signal.SIGINT, lambda *_: stopped.append(signal.SIGINT))    # mpiexec got it, too
+    signal.signal(signal.SIGTERM, lambda *_: (stopped.append(signal.SIGTERM), job.terminate()))
+    try:
+        table = watch.Table(path)
+        deaths = Deaths(table)
+        while job.poll() is None:
+            deaths.look(0.05)
+            if deaths.rows and time.monotonic() > deaths.since + 10:
+                job.terminate()
+        deaths.look(0)
+        return verdict(job.returncode, stopped, deaths)
+    finally:
+        os.unlink(path)
+
+
+def verdict(status, stopped, deaths):
+    """Make the job's status honest, and report an end that nobody else has reported."""
+    table, headline, rows = deaths.table, "minidist: the launcher has ended the job", deaths.rows
+    if stopped:
+        headline, rows = f"minidist: the job was stopped ({stopped[0].name})", table.read()
+        status = 128 + stopped[0]
+    if rows and not table.claimed():
+        watch.say(report.explain(headline, rows))
+    return status % 256 or int(bool(deaths.rows))
+
+
+class Deaths:
+    """Notices the first ranks whose process ends without having said so.
+
+    rows: what everyone was doing at that moment; since: when it was.
+    """
+
+    def __init__(self, table):
+        self.table, self.poll = table, select.poll()
+        self.ranks, self.rows, self.since = {}, [], None      # ranks: of each process descriptor
+
+    def look(self, seconds):
+        """Wait up to so many seconds for the process of a rank to end."""
+        gone = self.find_processes()
+        for fd, _ in self.poll.poll(1000 * seconds):
+            self.poll.unregister(fd)
+            gone.add(self.ranks[fd])
+        if not self.rows and any(r.rank in gone and not r.end for r in self.table.read()):
+            self.rows, self.since = self.table.read(), time.monotonic()
+            for row in self.rows:
+                if row.rank in gone:
+                    row.end = row.end or watch.DIED
+
+    def find_processes(self):
+        """Watch the processes of all ranks with a row -> the ranks that are gone already"""
+        gone = set()
+        for row in self.table.read():
+            if row.thread == "main" and row.rank not in self.ranks.values():
+                try:
+                    fd = os.pidfd_open(row.pid)
+                    self.poll.register(fd, select.POLLIN)
+                except OSError:
+                    fd = -1 - row.rank
+                    gone.add(row.rank)
+                self.ranks[fd] = row.rank
+        return gone
+
+
+# Names that others use.
+my_rank = environment.rank
+mpiexec = environment.mpiexec
+ENVIRONMENT = environment.SETTINGS

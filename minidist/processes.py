@@ -90,6 +90,17 @@ class MPIWire:
         """The same communicator for the thread of another wire."""
         return MPIWire(self.mpi, other.status, self.statuses)
 
+    def gather(self, item):
+        """Give everyone's small Python object to everyone (set-up only)."""
+        return self.mpi.allgather(item)
+
+    def abort(self, code):
+        """End all processes of the job."""
+        MPI.COMM_WORLD.Abort(code)
+
+    def finalize(self):
+        MPI.Finalize()
+
     def queue(self):
         return queue.SimpleQueue()
 
@@ -159,13 +170,3 @@ def library():
     """The MPI that mpi4py is linked with, such as "MPICH 5.0.2"."""
     name, version = MPI.get_vendor()
     return f"{name} {'.'.join(map(str, version))}"
-
-
-def share(value):
-    """Give rank 0's value to all processes (set-up only)."""
-    return MPI.COMM_WORLD.bcast(value)
-
-
-def abort(code):
-    """End all processes of the job."""
-    MPI.COMM_WORLD.Abort(code)

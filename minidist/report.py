@@ -8,6 +8,7 @@ Rows come from the status file (ranks are processes), or straight from ranks tha
 """
 import os
 import sys
+import time
 from dataclasses import dataclass
 
 HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -30,7 +31,7 @@ class Row:
     rank: int
     thread: str = "main"
     pid: int = 0
-    beat: float = 0.0              # when this was written; stale rows belong to stuck ranks
+    beat: float = 0.0              # the moment of writing: old rows belong to ranks that are stuck
     age: float = 0.0               # seconds of waiting
     kind: str = ""                 # the call it waits in; empty: it computes
     op: str = ""                   # the collective around it
@@ -49,6 +50,12 @@ class Row:
     def waits(self):
         return bool(self.kind) and not self.end
 
+    @property
+    def silence(self):
+        """Seconds since this was written, if that is long; the watchdog writes every 0.25 s."""
+        age = time.monotonic() - self.beat
+        return age if age > 3 else 0
+
     def peers(self):
         """The ranks that could let this one go on."""
         return [r for r in (self.source, self.to) if r is not None]
@@ -59,7 +66,7 @@ def row(rank, status, age=0.0):
     line = line_of(status.thread_id) if not status.end else ""
     if status.origin:
         line = status.origin                           # a stream: where its work was submitted
-    made = Row(rank, status.name, os.getpid(), age=age, line=line, idle=status.idle,
+    made = Row(rank, status.name, os.getpid(), time.monotonic(), age, line=line, idle=status.idle,
                end=status.end)
     now = status.now
     if now is not None:
@@ -100,7 +107,7 @@ def describe(row):
     name = f"  rank {row.rank}" + ("" if row.thread == "main" else f" ({row.thread})")
     if row.end:
         return f"{name} {row.end}"
-    silent = f"  [no sign of life for {row.beat:.0f} s]" if row.beat > 3 else ""
+    silent = f"  [no sign of life for {row.silence:.0f} s]" if row.silence else ""
     if not row.waits:
         return f"{name} computes  at {row.line}{silent}"
     age = f" {row.age:.1f} s" if row.age else ""
@@ -176,7 +183,7 @@ def somebody_computes(waits):
     for row, other in waits:
         if not other.waits:
             what = ("has nothing to do there" if other.idle else "has given no sign of life for "
-                    f"{other.beat:.0f} s" if other.beat > 3 else f"computes at {other.line}")
+                    f"{other.silence:.0f} s" if other.silence else f"computes at {other.line}")
             return f"rank {row.rank} waits for rank {other.rank}, which {what}"
     return ""
 

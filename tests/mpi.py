@@ -86,7 +86,7 @@ def execute(command, timeout, env=None, interrupt=None):
     interrupt: send Ctrl-C to the whole job as soon as its output contains this text.
     """
     env = {**os.environ, **launch.ENVIRONMENT, "PYTHONUNBUFFERED": "1", **(env or {})}
-    with tempfile.TemporaryFile() as out:
+    with tempfile.TemporaryFile("a+b") as out:
         job = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out,
                                stderr=subprocess.STDOUT, start_new_session=True)
         try:
