@@ -47,6 +47,9 @@ class Shard:
         together = all_gather(x, self.comm, self.dim, sizes=[len(part) for part in self.parts])
         return np.take(together, np.argsort(np.concatenate(self.parts)), self.dim)
 
+    def __str__(self):
+        return f"dim {self.dim}"
+
     def same(self, other):
         return (isinstance(other, Shard) and self.dim == other.dim
                 and all(map(np.array_equal, self.parts, other.parts)))
@@ -77,6 +80,9 @@ class Flat:
         """Gather all pieces and drop the padding.  [size] -> shape"""
         return all_gather(x, self.comm)[:math.prod(self.shape)].reshape(self.shape)
 
+    def __str__(self):
+        return "flattened"
+
     def same(self, other):
         return isinstance(other, Flat) and self.shape == other.shape
 
@@ -92,6 +98,9 @@ class Held:
 
     def join(self, x):
         return x
+
+    def __str__(self):
+        return f"on {', '.join(map(str, self.stages))} only"
 
     def same(self, other):
         return isinstance(other, Held) and tuple(self.stages) == tuple(other.stages)
@@ -191,3 +200,12 @@ def grad_norm(params, mesh):
 def total(numbers, mesh, axes):
     """Sum numbers over the ranks of these axes.  -> list of floats"""
     return all_reduce(np.array(numbers, np.float64), mesh[tuple(axes)]).tolist()
+
+
+def audit(params):
+    """List how each parameter lies.  -> [(name, whole shape, my shape, "tp dim 0", ...)]
+
+    What no axis cuts is "replicated": a layer that a strategy has forgotten is seen here."""
+    return [(p.name, str(list(p.full_shape)), str(list(p.data.shape)),
+             ", ".join(f"{axis} {placed}" for axis, placed in p.placements.items())
+             or "replicated") for p in params]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minidist import BadInput, flags, gpt, launch, parallel, verify
+from minidist import BadInput, flags, gpt, launch, parallel, placement, verify
 from minidist.data import Corpus, default_text, read_text
 from minidist.mesh import DeviceMesh
 from minidist.optim import SGD, AdamW, warmup_cosine
@@ -63,9 +63,11 @@ def parser():
                           help="peak learning rate (default: 0.75 / width; for sgd 0.5)")
     training.add_argument("--clip", type=flags.real(0), default=1.0, metavar="NORM",
                           help="largest gradient norm, 0: any (default 1)")
-    parallel.add_flags(p).add_argument(
-        "--verify", action="store_true",
-        help="train the same in one process beside it, compare after every step")
+    spread = parallel.add_flags(p)
+    spread.add_argument("--verify", action="store_true",
+                        help="train the same in one process beside it, compare after every step")
+    spread.add_argument("--audit", action="store_true",
+                        help="list how every parameter lies on the ranks")
     output = p.add_argument_group("output")
     output.add_argument("--sample", type=flags.integer(0), default=200, metavar="N",
                         help="characters to write at the end (default 200)")
@@ -120,7 +122,7 @@ def build(args):
     def optimizer(params):
         return make_optimizer(params, args, config)
 
-    model = parallel.spread(plain(), mesh)
+    model = parallel.spread(plain(), mesh, args.sp)
     twin = verify.Twin(plain, optimizer, mesh) if args.verify else None
     return Run(corpus, config, mesh, model, optimizer(model.parameters()), twin)
 
@@ -140,7 +142,9 @@ def make_optimizer(params, args, config):
     usual = 0.5 if args.optimizer == "sgd" else 0.75 / config.width
     peak = usual if args.lr is None else args.lr
     rate = warmup_cosine(peak, min(100, args.steps // 10), args.steps, floor=peak / 10)
-    return SGD(params, rate, momentum=0.9) if args.optimizer == "sgd" else AdamW(params, rate, eps=args.eps)
+    if args.optimizer == "sgd":
+        return SGD(params, rate, momentum=0.9)
+    return AdamW(params, rate, eps=args.eps)
 
 
 def fit(run, args, progress):
@@ -250,14 +254,22 @@ def headline(run, args):
     return (f"{args.preset}: {c.layers} layers of width {c.width}, {c.heads} heads, "
             f"{size:,} parameters in {args.dtype}\n"
             f"{text}: {characters:,} characters, {c.vocab} different; "
-            f"{args.batch} x {c.context} tokens per step")
+            f"{args.batch} x {c.context} tokens per step, on {run.mesh.describe()}")
+
+
+def audit(params):
+    """Write down how every parameter of this rank lies: cut, or held whole by all."""
+    table = [("parameter", "whole", "on a rank", "cut over"), *placement.audit(params)]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip()
+                     for row in table)
 
 
 def report(args, history, verdict, text, fingerprint):
     """Collect what was printed, as data."""
     return {"losses": history.losses, "val_losses": history.val_losses,
-            "val_steps": history.val_steps, "tokens_per_s": history.tokens_per_s, "verdict": verdict,
-            "sample": text, "parameters_sha256": fingerprint,
+            "val_steps": history.val_steps, "tokens_per_s": history.tokens_per_s,
+            "verdict": verdict, "sample": text, "parameters_sha256": fingerprint,
             "flags": {k: v for k, v in vars(args).items() if k not in ("out", "json")}}
 
 
@@ -283,6 +295,8 @@ def main():
     first = run.mesh.world.rank == 0
     if first:
         print(headline(run, args))
+        if args.audit:
+            print("\n" + audit(run.model.parameters()) + "\n")
     with np.errstate(over="ignore", invalid="ignore"):      # seen in the loss
         history = fit(run, args, Progress(args.steps, show=first))
     model = whole(run, np.dtype(args.dtype))
