@@ -16,13 +16,12 @@ Lesson: python -m lessons.mesh -n 4
 Paper:  Narayanan et al. 2021, "Efficient large-scale language model training on GPU
         clusters using Megatron-LM"
 """
-import argparse
 import math
 from itertools import combinations
 
 import numpy as np
 
-from minidist import BadInput, launch
+from minidist import BadInput, flags, launch
 
 ORDER = ("pp", "dp", "cp", "tp")                        # outermost first
 TALKS = {"pp": "at the border of two stages", "dp": "once per step: gradients",
@@ -33,7 +32,7 @@ def ordered(sizes, order=ORDER):
     """Check axis sizes, and put them into order.  {axis: size}, outermost first"""
     if sorted(order) != sorted(sizes):
         raise BadInput(f"the order {','.join(order)} must name each of the axes "
-                       f"{','.join(sizes)} once")
+                       f"{','.join(ORDER)} once; such as --order {','.join(ORDER)}")
     for axis, size in sizes.items():
         if size < 1:
             raise BadInput(f"axis {axis} has size {size}; the smallest is 1")
@@ -102,6 +101,11 @@ class DeviceMesh:
                            f"{', '.join(self.sizes)}")
         return self._groups[tuple(axis for axis in self.sizes if axis in wanted)]
 
+    def describe(self):
+        """Say how many ranks lie how.  -> '4 ranks: dp=2 x tp=2', '1 rank'"""
+        long = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1]
+        return f"{self.world.size} ranks: {' x '.join(long)}" if long else "1 rank"
+
     def __repr__(self):
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
         return f"DeviceMesh({sizes})"
@@ -148,11 +152,11 @@ def group_lines(sizes, shown):
 
 
 def main():
-    parser = argparse.ArgumentParser(
+    parser = flags.Parser(
         prog="python -m minidist.mesh", description="Draw a mesh; no ranks are needed.",
         epilog="example: python -m minidist.mesh --dp 2 --pp 2 --tp 2")
     for axis in ORDER:
-        parser.add_argument(f"--{axis}", type=int, default=1, metavar="N")
+        parser.add_argument(f"--{axis}", type=flags.integer(1), default=1, metavar="N")
     parser.add_argument("--order", default=",".join(ORDER), metavar="A,B,C,D",
                         help="outermost axis first (default %(default)s)")
     args = parser.parse_args()

@@ -22,15 +22,16 @@ TOKENS = "dp", "cp"                                     # the axes that share ou
 
 @dataclass(frozen=True)
 class Step:
-    """Report one step: mean loss per target token, number of those, gradient norm before clipping."""
+    """Report one step: mean loss per target, number of targets, gradient norm before clipping."""
     loss: float
     count: int
     norm: float
 
 
 def train_step(model, batch, optimizer, mesh=None, num_microbatches=1, max_norm=None):
-    """Train on one global batch, in num_microbatches pieces.  A batch without targets changes nothing.
+    """Train on one global batch, each rank on its share, in num_microbatches pieces.
 
+    A batch without targets changes nothing.
     Collective: every rank calls, with the whole batch, and gets the same Step."""
     mesh = mesh or DeviceMesh(solo())
     params = model.parameters()

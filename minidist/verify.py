@@ -70,25 +70,27 @@ class Twin:
         After a difference nothing is compared any more: the first step that differs is named."""
         if not self.verdict.equal:
             return self.verdict
-        differences = {f"{name} on ranks that should agree": np.inf
-                       for name in unequal_replicas(model.parameters(), self.mesh)}
-        ours = gathered(model.parameters())
+        params = model.parameters()
+        unequal, ours, differences = unequal_replicas(params, self.mesh), gathered(params), {}
         if self.mesh.world.rank == 0:
             reference = train_step(self.model, batch, self.optimizer, max_norm=max_norm)
             differences.update(compare_steps(step, reference))
             differences.update(compare(ours, gathered(self.model.parameters())))
-        self.note(differences)
+        self.note(differences, unequal)
         return self.verdict
 
-    def note(self, differences):
-        """Take the largest difference into the verdict, as rank 0 sees it."""
+    def note(self, differences, unequal):
+        """Take what differs most into the verdict, as rank 0 sees it."""
         v = self.verdict
         v.steps += 1
         where = max(differences, key=differences.get, default="")
-        worst = broadcast(np.array([differences.get(where, 0.0)]), self.mesh.world)[0]
-        if worst >= v.worst:
-            v.worst, v.where = float(worst), where
-        v.equal = bool(v.worst <= v.bound)
+        worst = float(broadcast(np.array([differences.get(where, 0.0)]), self.mesh.world)[0])
+        v.equal = worst <= v.bound and not unequal
+        if worst <= v.bound and unequal:
+            name = max(unequal, key=unequal.get)
+            where, worst = f"{name} differs between ranks that should agree", unequal[name]
+        if worst >= v.worst or not v.equal:
+            v.worst, v.where = worst, where
 
 
 def train(make_model, make_optimizer, strategy, mesh, batches, bound=BOUND, **options):
@@ -153,24 +155,38 @@ def difference(ours, reference, scale):
 
 
 def unequal_replicas(params, mesh):
-    """Name the parameters that differ, in value or gradient, where they should be the same.
+    """Find parameters that are not the same, bit by bit, where they should be.
 
-    Compared by digest, over each axis along which a parameter is not cut.  Collective."""
+    Value and gradient, over each axis along which a parameter is not cut.  Collective.
+    -> {name: largest difference between two ranks, relative to the largest magnitude}"""
+    found = dict.fromkeys((p.name for p in params), -1.0)
+    for comm, members in replicas(params, mesh):
+        digests = np.array([digest(p) for p in members])
+        same = all_reduce(digests, comm, op="max") == -all_reduce(-digests, comm, op="max")
+        for p, equal in zip(members, same):
+            if not equal:
+                found[p.name] = max(found[p.name], spread(p.data, comm))
+    stage = mesh[tuple(axis for axis in mesh.sizes if axis != "pp")]
+    worst = all_reduce(np.array([found[p.name] for p in params]), stage, op="max").tolist()
+    return {p.name: value for p, value in zip(params, worst) if value >= 0}
+
+
+def replicas(params, mesh):
+    """List the groups that hold the same parameters.  [(Comm, [parameter])], alike on all ranks"""
     groups = {}
-    for p in params:
-        for axis in mesh.sizes:
+    for axis in mesh.sizes:
+        for p in params:
             placed = p.placements.get(axis)
             if placed is None or isinstance(placed, Held):
                 comm = mesh[axis] if placed is None else placed.comm
-                groups.setdefault((axis, comm), []).append(p)
-    bad = {}
-    for (_, comm), members in groups.items():
-        digests = np.array([digest(p) for p in members])
-        same = all_reduce(digests, comm, op="max") == -all_reduce(-digests, comm, op="max")
-        bad.update((p.name, True) for p, ok in zip(members, same) if not ok)
-    stage = mesh[tuple(axis for axis in mesh.sizes if axis != "pp")]
-    flags = all_reduce(np.array([p.name in bad for p in params], np.int32), stage, op="max")
-    return [p.name for p, flag in zip(params, flags) if flag]
+                groups.setdefault(comm, []).append(p)
+    return [(comm, members) for comm, members in groups.items() if comm.size > 1]
+
+
+def spread(x, comm):
+    """How far the ranks' versions of x are apart, relative to its size.  Collective"""
+    highest, lowest = all_reduce(x, comm, op="max"), -all_reduce(-x, comm, op="max")
+    return difference(highest, lowest, max(size(highest), size(lowest)))
 
 
 def digest(p):

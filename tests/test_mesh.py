@@ -1,10 +1,12 @@
 """DeviceMesh: who is where, and who is in which group."""
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
-from minidist import BadInput, launch, mesh
+from minidist import BadInput, mesh
 from minidist.collectives import all_reduce, broadcast
 from minidist.comm import run_threads, solo
 from minidist.mesh import DeviceMesh
@@ -140,20 +142,28 @@ DeviceMesh pp=2 x dp=2 x cp=1 x tp=2: 8 ranks, outermost axis first
 
 
 def test_the_picture_needs_no_ranks(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", "mesh --dp 2 --pp 2 --tp 2".split())
-    launch.run(mesh.main)
+    monkeypatch.setattr("sys.argv", ["mesh", "--dp", "2", "--pp", "2", "--tp", "2"])
+    mesh.main()
     assert capsys.readouterr().out == PICTURE
 
 
-def test_a_wrong_order_ends_with_one_sentence(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", "mesh --order dp,tp".split())
-    with pytest.raises(SystemExit) as ended:
-        launch.run(mesh.main)
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("error: the order dp,tp must name")
+def test_a_wrong_order_ends_with_one_sentence():
+    run = [sys.executable, "-m", "minidist.mesh", "--order", "dp,tp"]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == ("error: the order dp,tp must name each of the axes pp,dp,cp,tp once; "
+                           "such as --order pp,dp,cp,tp\n")
 
 
 @mpi.mpi(4)
 def test_groups_over_mpi(comm):
     sums = look(comm, dict(dp=2, tp=2))
     assert sums["tp"] == [1, 1, 5, 5][comm.rank] and sums["dp"] == [2, 4, 2, 4][comm.rank]
+
+
+def test_a_mesh_describes_itself():
+    def fn(world):
+        m = DeviceMesh(world, dp=2, tp=2)
+        return m.describe(), repr(m)
+    assert run_threads(4, fn)[0] == ("4 ranks: dp=2 x tp=2", "DeviceMesh(pp=1, dp=2, cp=1, tp=2)")
+    assert DeviceMesh(solo()).describe() == "1 rank"

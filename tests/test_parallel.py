@@ -1,0 +1,111 @@
+"""From flags to a mesh and a spread model; training over ranks, verified, from the command line."""
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from minidist import BadInput, launch, parallel, train
+from minidist.comm import run_threads
+from minidist.dp import DistributedDataParallel
+from minidist.gpt import GPT
+from tests.models import tiny
+from tests.mpi import execute, need_mpi
+
+RUN = ["--preset", "lesson", "--steps", "3", "--batch", "4", "--sample", "0", "--no-figure"]
+BROKEN = """
+from minidist import dp, launch, train
+dp.all_reduce = lambda x, comm, out: x
+launch.run(train.main)
+"""
+
+
+def wanted(batch=12, **axes):
+    sizes = {axis: axes.get(axis) for axis in parallel.AXES}
+    return SimpleNamespace(batch=batch, sp=None, **sizes)
+
+
+@pytest.mark.parametrize("ranks, dp, expected", [(1, None, 1), (3, None, 3), (2, 2, 2)])
+def test_replicas_take_the_ranks_that_are_left(ranks, dp, expected):
+    def fn(world):
+        return parallel.make_mesh(wanted(dp=dp), world).sizes["dp"]
+    assert run_threads(ranks, fn) == [expected] * ranks
+
+
+def test_what_does_not_fit_is_refused_on_every_rank():
+    def fn(world, args, words):
+        with world.counting() as sent, pytest.raises(BadInput, match=words):
+            parallel.make_mesh(args, world)
+        return sent.messages
+    assert run_threads(4, fn, wanted(dp=3), "needs 3 ranks and 4 are running") == [0] * 4
+    assert run_threads(4, fn, wanted(batch=3), "3 sequences .* 4 replicas .* --batch 4") == [0] * 4
+
+
+def test_one_process_is_left_plain():
+    model = tiny()
+    mesh = parallel.make_mesh(wanted())
+    assert parallel.spread(model, mesh) is model and isinstance(model, GPT)
+
+
+def test_replicas_become_data_parallel():
+    def fn(world):
+        return type(parallel.spread(tiny(), parallel.make_mesh(wanted(), world)))
+    assert run_threads(2, fn) == [DistributedDataParallel] * 2
+
+
+# ----------------------------------------------------------------------- the training command
+
+def command(ranks, *flags):
+    need_mpi()
+    return execute(launch.command(ranks, [sys.executable, "-m", "minidist.train", *RUN, *flags]),
+                   timeout=60)
+
+
+def test_training_on_ranks_is_verified(tmp_path):
+    data = tmp_path / "run.json"
+    status, out = command(3, "--dp", "3", "--verify", "--grad-accum", "2", "--dropout", "0.1",
+                          "--json", str(data))
+    assert status == 0, out
+    assert "3 ranks: dp=3" in out
+    verdict = json.loads(data.read_text())["verdict"]
+    assert verdict.startswith("EQUIVALENT  max relative difference") and verdict in out
+
+
+def test_a_difference_ends_with_status_1():
+    """The same command, with a DistributedDataParallel that never sums."""
+    need_mpi()
+    status, out = execute(launch.command(2, [sys.executable, "-c", BROKEN, *RUN, "--verify"]), 60)
+    assert status == 1, out
+    assert "DIVERGED at step 0: " in out and "Traceback" not in out
+
+
+def test_ranks_that_do_not_fit_end_with_status_2_and_one_sentence():
+    status, out = command(2, "--dp", "3")
+    assert status == 2, out
+    errors = [line for line in out.splitlines() if "error" in line]
+    assert errors == ["error: the mesh pp=1 x dp=3 x cp=1 x tp=1 needs 3 ranks and 2 are running; "
+                      "start 3 with -n 3 or use dp=2"]
+
+
+def test_verify_is_refused_in_float32(capsys):
+    run = [sys.executable, "-m", "minidist.train", *RUN, "--verify", "--dtype", "float32"]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: --verify compares in float64")
+
+
+def test_the_same_run_on_one_process_and_on_ranks_gives_the_same_losses(tmp_path):
+    losses = []
+    for ranks in (1, 2):
+        data = tmp_path / f"{ranks}.json"
+        status, out = command(ranks, "--dtype", "float64", "--json", str(data))
+        assert status == 0, out
+        losses.append(json.loads(data.read_text())["losses"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-13)
+
+
+def test_settle_chooses_what_verify_needs():
+    args = train.settle(train.parser().parse_args(["--verify"]))
+    assert (args.dtype, args.eps) == ("float64", 1e-5)
+    args = train.settle(train.parser().parse_args([]))
+    assert (args.dtype, args.eps) == ("float32", 1e-8)
