@@ -1,13 +1,14 @@
-"""All-to-all: rank r's piece for rank s becomes rank s's piece from rank r (a transpose over ranks).
+"""All-to-all: rank r's piece for rank s becomes rank s's piece from rank r, a transpose over ranks.
 
     rank 0   A0 A1 A2 A3            A0 B0 C0 D0
     rank 1   B0 B1 B2 B3     ->     A1 B1 C1 D1
     rank 2   C0 C1 C2 C3            A2 B2 C2 D2
     rank 3   D0 D1 D2 D3            A3 B3 C3 D3
 
-    price per rank   messages          bytes, of the S that it holds
-    pairwise         p-1               (p-1)/p S: every piece goes straight to its owner
-    bruck            ceil(log2 p)      about (log2 p)/2 S: pieces travel in company, and change; for tiny ones
+    price per rank   messages        bytes, of the S that it holds
+    pairwise         p-1             (p-1)/p S          every piece goes straight to its owner
+    bruck            ceil(log2 p)    about log2(p)/2 S  pieces travel in company, and change:
+                                                        for tiny ones
 
 Lesson: mpirun -n 4 python -m lessons.collectives
 Paper:  Bruck et al. 1997, "Efficient algorithms for all-to-all communications in
@@ -18,7 +19,7 @@ import numpy as np
 
 
 def partners(rank, size):
-    """Yield (to, source) of each exchange: mutual pairs when p is a power of two, else a ring of strides."""
+    """Yield (to, source) of each step: mutual pairs if p is a power of two, else longer strides."""
     for step in range(1, size):
         if size & (size - 1) == 0:
             yield rank ^ step, rank ^ step

@@ -11,8 +11,8 @@
     all_to_all       pieces for 0 .. p-1    pieces from 0 .. p-1
 
 Every function is collective: all ranks of the group call it, in the same order, with the same
-keywords.  Inputs may have any strides and stay as they are; dtype and shape are kept.  out= takes the
-result where one is at hand: a C-contiguous array.
+keywords.  Inputs may have any strides and stay as they are; dtype and shape are kept.  out=, if
+given, takes the result: a C-contiguous array of the right shape and dtype.
 
 Lesson: mpirun -n 4 python -m lessons.collectives
 """
@@ -30,11 +30,10 @@ OPS = {"sum": np.add, "max": np.maximum}
 
 def all_reduce(x, comm, op="sum", out=None, algorithm=None):
     """Sum (or max) over ranks; out=x: in place.  any shape -> same shape"""
-    op = function(op)
-    out = start(x, out)
+    add, out = function(op), start(x, out)
     algorithm, fn = find("all_reduce", algorithm, out.nbytes, comm.size)
-    with comm.operation("all_reduce", algorithm):
-        fn(out.reshape(-1), comm, op)
+    with comm.operation("all_reduce", (algorithm, op, out.shape, out.dtype)):
+        fn(out.reshape(-1), comm, add)
     return out
 
 
@@ -42,16 +41,16 @@ def reduce_scatter(x, comm, dim=0, sizes=None, op="sum", out=None, algorithm=Non
     """Sum (or max) over ranks and keep piece r along dim.  [n] -> [n/p]
 
     sizes: the length of each rank's piece, by default as np.array_split cuts."""
-    x, op = np.asarray(x), function(op)
+    x, add = np.asarray(x), function(op)
     pieces = pieces_of(x, dim, sizes, comm)
     mine = result(pieces[comm.rank].shape, x.dtype, out)
     lengths = [piece.size for piece in pieces]
     algorithm, fn = find("reduce_scatter", algorithm, x.nbytes, comm.size)
-    with comm.operation("reduce_scatter", algorithm):
+    with comm.operation("reduce_scatter", (algorithm, op, x.shape, x.dtype, lengths)):
         if algorithm == "pairwise" and follow_each_other(x, dim):
-            fn(x.reshape(-1), lengths, mine.reshape(-1), comm, op)
+            fn(x.reshape(-1), lengths, mine.reshape(-1), comm, add)
         else:
-            fn(copied(pieces, lengths, comm), lengths, mine.reshape(-1), comm, op)
+            fn(copied(pieces, lengths, comm), lengths, mine.reshape(-1), comm, add)
     return mine
 
 
@@ -66,7 +65,7 @@ def all_gather(x, comm, dim=0, sizes=None, out=None, algorithm=None):
     pieces = split(whole, dim, sizes)
     lengths = [piece.size for piece in pieces]
     algorithm, fn = find("all_gather", algorithm, whole.nbytes, comm.size)
-    with comm.operation("all_gather", algorithm):
+    with comm.operation("all_gather", (algorithm, whole.shape, x.dtype, lengths)):
         if follow_each_other(whole, dim):
             pieces[comm.rank][...] = x
             fn(whole.reshape(-1), lengths, comm)
@@ -85,21 +84,21 @@ def broadcast(x, comm, root=0, out=None, algorithm=None):
     On the other ranks only the shape and dtype of x matter."""
     out = start(x, out)
     algorithm, fn = find("broadcast", algorithm, out.nbytes, comm.size)
-    with comm.operation("broadcast", algorithm):
+    with comm.operation("broadcast", (algorithm, root, out.shape, out.dtype)):
         fn(out.reshape(-1), comm, root)
     return out
 
 
 def reduce(x, comm, root=0, op="sum", algorithm=None):
     """Sum (or max) over ranks: the result on root, None elsewhere.  any shape -> same shape"""
-    x, op = np.asarray(x), function(op)
+    x, add = np.asarray(x), function(op)
     if comm.rank == root:
         out = np.array(x, order="C")
     else:                                                   # partial sums need a place too
         out = copied([x], [x.size], comm)
     algorithm, fn = find("reduce", algorithm, x.nbytes, comm.size)
-    with comm.operation("reduce", algorithm):
-        fn(out.reshape(-1), comm, root, op)
+    with comm.operation("reduce", (algorithm, op, root, x.shape, x.dtype)):
+        fn(out.reshape(-1), comm, root, add)
     return out if comm.rank == root else None
 
 
@@ -107,9 +106,10 @@ def scatter(x, comm, root=0, sizes=None):
     """Give rank r piece r (along the first dimension) of the root's array.  [n] -> [n/p]
 
     On the other ranks only the shape and dtype of x matter.  sizes: as np.array_split cuts."""
-    pieces = pieces_of(np.asarray(x), 0, sizes, comm)
+    x = np.asarray(x)
+    pieces = pieces_of(x, 0, sizes, comm)
     mine = np.array(pieces[comm.rank], order="C")
-    with comm.operation("scatter"):
+    with comm.operation("scatter", (root, [len(piece) for piece in pieces], x.dtype)):
         if comm.rank != root:
             comm.recv(mine, source=root)
         else:
@@ -125,7 +125,7 @@ def gather(x, comm, root=0, sizes=None):
     x = np.ascontiguousarray(x)
     sizes = sizes or [len(x)] * comm.size
     check_mine(len(x), sizes, comm)
-    with comm.operation("gather"):
+    with comm.operation("gather", (root, list(sizes), x.dtype)):
         if comm.rank != root:
             comm.send(x, root)
             return None
@@ -142,15 +142,16 @@ def all_to_all(pieces, comm, shapes=None, out=None, algorithm=None):
 
     shapes: of what I receive; without it, rank s sends me what I send it.  If pieces is one array,
     it holds p equal pieces on every rank, and small ones may take Bruck's way."""
-    equal = isinstance(pieces, np.ndarray)
+    if not isinstance(pieces, np.ndarray):
+        algorithm = algorithm or "pairwise"             # only I know that mine are equal
     pieces = [np.ascontiguousarray(piece) for piece in pieces]
     shapes = shapes or [piece.shape for piece in pieces]
     received = [result(tuple(shape), pieces[0].dtype, into)
                 for shape, into in zip(shapes, out or [None] * comm.size)]
     nbytes = sum(piece.nbytes for piece in pieces)
-    algorithm, fn = find("all_to_all", algorithm or (None if equal else "pairwise"), nbytes, comm.size)
+    algorithm, fn = find("all_to_all", algorithm, nbytes, comm.size)
     check_pieces(pieces, algorithm, comm)
-    with comm.operation("all_to_all", algorithm):
+    with comm.operation("all_to_all", (algorithm, pieces[0].dtype)):
         fn([piece.reshape(-1) for piece in pieces], [piece.reshape(-1) for piece in received], comm)
     return received
 
@@ -181,8 +182,8 @@ def result(shape, dtype, out):
     if out.shape != shape or out.dtype != dtype:
         raise ValueError(f"out is {out.dtype} {list(out.shape)}, the result {dtype} {list(shape)}")
     if not out.flags.c_contiguous or not out.flags.writeable:
-        raise ValueError(f"out ({dtype} {list(shape)}) is not C-contiguous and writeable: only a copy "
-                         "would change; leave out= away and use what is returned")
+        raise ValueError(f"out ({dtype} {list(shape)}) is not C-contiguous and writeable: only a "
+                         "copy would change; leave out= away and use what is returned")
     return out
 
 
@@ -204,17 +205,18 @@ def pieces_of(x, dim, sizes, comm):
 def check_mine(length, sizes, comm):
     """Refuse a piece that is not as long as sizes says."""
     if len(sizes) != comm.size or sizes[comm.rank] != length:
-        raise ValueError(f"rank {comm.rank} of {comm.size} in '{comm.name}' holds a piece of {length}, "
-                         f"but sizes is {list(sizes)}")
+        raise ValueError(f"rank {comm.rank} of {comm.size} in '{comm.name}' holds a piece of "
+                         f"{length}, but sizes is {list(sizes)}")
 
 
 def check_pieces(pieces, algorithm, comm):
     """Refuse what an all_to_all cannot send."""
     if len(pieces) != comm.size:
-        raise ValueError(f"all_to_all in '{comm.name}' has {len(pieces)} pieces for {comm.size} ranks")
+        raise ValueError(f"all_to_all has {len(pieces)} pieces for the {comm.size} ranks of "
+                         f"'{comm.name}'")
     if algorithm == "bruck" and len({piece.size for piece in pieces}) > 1:
-        raise ValueError(f"bruck needs equal pieces, these have {[p.size for p in pieces]} elements; "
-                         "use algorithm=\"pairwise\"")
+        raise ValueError("bruck needs equal pieces, these have "
+                         f"{[piece.size for piece in pieces]} elements; use algorithm='pairwise'")
 
 
 def along(shape, dim, size):

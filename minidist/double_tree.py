@@ -16,8 +16,8 @@ next one is at the first, so that after log2 p steps of filling all levels work 
     price per rank   2S bytes for an inner rank, S for one that is a leaf twice; log2 p levels
 
 Lesson: mpirun -n 4 python -m lessons.ring
-Paper:  Sanders, Speck & Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and
-        scan"; the shape is NCCL's (2.4, src/graph/trees.cc)
+Paper:  Sanders, Speck & Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction
+        and scan"; the trees' shape is NCCL's (2.4, src/graph/trees.cc)
 """
 import numpy as np
 
@@ -53,9 +53,10 @@ def descend(chunk, parent, children, comm):
 
 
 def pipeline(x, comm, chunk_bytes):
-    """List (chunk, my place in its tree): the halves' chunks in turn.  The same order on all ranks,
+    """List (chunk, my place in its tree), the chunks of both halves in turn.
 
-    so that the first chunk that is not through can always go on, even if sends wait for receives."""
+    The order is the same on all ranks: the first unfinished chunk can always go on, even if sends
+    wait for their receives."""
     middle = chunks(x.size, 2)[0]
     places = first_tree(comm.rank, comm.size), second_tree(comm.rank, comm.size)
     step = max(1, chunk_bytes // x.itemsize)
@@ -67,7 +68,7 @@ def pipeline(x, comm, chunk_bytes):
 def first_tree(rank, size):
     """My (parent, children) in a binary tree whose leaves are the odd ranks; its root is 0.
 
-    The lowest set bit of a rank is its height: 4 is above 2 and 6, which are above 1, 3, 5 and 7."""
+    The lowest set bit of a rank is its height: 4 is above 2 and 6, and they above 1, 3, 5, 7."""
     if rank == 0:
         below = 1 << (size - 1).bit_length() >> 1
         return None, [below] if size > 1 else []
@@ -85,9 +86,9 @@ def powers_below(bit):
 
 
 def second_tree(rank, size):
-    """My (parent, children) in the other tree: the first one's mirror image, or, if the number of
+    """My (parent, children) in the tree whose inner ranks are the leaves of the first.
 
-    ranks is odd, the first one shifted by one; so the leaves of one are inner ranks of the other."""
+    It is the first tree mirrored, or, if the number of ranks is odd, shifted by one."""
     def there(other):
         return size - 1 - other if size % 2 == 0 else (other - 1) % size
 

@@ -9,8 +9,8 @@ Ranks whose numbers differ in one bit swap halves of what they still share, the 
 
 and the same steps backwards, without adding, double the range that each holds.
 
-    price per rank   2 log2 p messages, 2(p-1)/p of the vector; if p is not a power of two, the ranks
-                     outside the team and those that help them send the whole vector once more
+    price per rank   2 log2 p messages, 2(p-1)/p of the vector; if p is not a power of two, those
+                     who help a rank outside the team send the whole vector once more
 
 Lesson: mpirun -n 4 python -m lessons.ring
 Paper:  Rabenseifner 2004, "Optimization of collective reduction operations"
@@ -20,7 +20,7 @@ from itertools import accumulate
 import numpy as np
 
 from minidist.cost import chunks
-from minidist.tree import bits, fold, from_team, helps, partner, team, to_team
+from minidist.tree import bits, fold, from_team, helps, team, to_team
 
 
 def reduce_scatter(x, sizes, comm, op=np.add):
@@ -45,7 +45,7 @@ def all_gather(x, sizes, comm):
 def all_reduce(x, comm, op=np.add):
     """Sum in place over ranks: halve, then double.  [n]
 
-    Collective: every rank calls.  Every piece is finished on one rank, so all ranks agree bitwise."""
+    Collective: every rank calls.  One rank finishes each piece, so all ranks agree bitwise."""
     sizes = chunks(x.size, comm.size)
     fold(x, comm.scratch(x.size, x.dtype), comm, op)
     halve(x, sizes, comm, op)

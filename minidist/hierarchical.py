@@ -7,8 +7,8 @@
     all_reduce       on each rail, a ring     -> ... of everybody's sum
     all_gather       in each node, a ring     -> every rank holds everything
 
-    price            the flat ring's total bytes, not fewer; but 2(g-1) + 2(k-1) steps instead of 2(gk-1)
-                     (k nodes of g ranks), and what leaves a node leaves it through g ports, not one
+    price            k nodes of g ranks: 2(g-1) + 2(k-1) steps instead of 2(gk-1); in all not fewer
+                     bytes than the flat ring's, but what leaves a node leaves by g ports, not one
 
 Lesson: mpirun -n 4 python -m lessons.collectives
 Paper:  Thakur, Rabenseifner & Gropp 2005, section 6; NCCL and Horovod know it by this name
@@ -32,13 +32,16 @@ class Groups(NamedTuple):
 def all_reduce(x, groups, op=np.add):
     """Sum in place over all ranks of all nodes.  [n]
 
-    Collective: every rank calls.  Nodes may differ in size: ranks beyond the rails get empty chunks."""
+    Collective: every rank calls.  On larger nodes, the ranks beyond the rails have empty chunks."""
     node, rail, rails = groups
     pieces = ring.cut(x, chunks(x.size, rails) + [0] * (node.size - rails))
-    ring.reduce_scatter(pieces, node, op)
+    with node.operation("reduce_scatter"):
+        ring.reduce_scatter(pieces, node, op)
     if rail is not None:
-        ring.all_reduce(pieces[node.rank], rail, op)
-    ring.all_gather(pieces, node)
+        with rail.operation("all_reduce"):
+            ring.all_reduce(pieces[node.rank], rail, op)
+    with node.operation("all_gather"):
+        ring.all_gather(pieces, node)
 
 
 def groups(comm, node=None):

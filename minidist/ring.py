@@ -5,10 +5,11 @@ The vector is cut into p chunks, and chunks only ever move one place to the righ
     reduce_scatter   p-1 hops, each adds what it meets   -> rank r holds the finished chunk r
     all_gather       p-1 hops, each leaves a copy        -> every rank holds every chunk
 
-    price per rank   2(p-1) messages, 2(p-1)/p of the vector: about twice its size, however many ranks
+    price per rank   2(p-1) messages, 2(p-1)/p of the vector: about twice, however many ranks
 
 Lesson: mpirun -n 4 python -m lessons.ring
-Paper:  Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
+Paper:  Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+        workstations"
 """
 from itertools import accumulate
 
@@ -20,7 +21,7 @@ from minidist.cost import chunks
 def reduce_scatter(chunks, comm, op=np.add):
     """Sum in place; afterwards chunks[r] is complete on rank r.  p views, lengths may differ
 
-    Collective: every rank calls.  op is np.add or np.maximum.  The other chunks end as partial sums."""
+    Collective: every rank calls.  op: np.add or np.maximum.  The other chunks end half summed."""
     incoming = comm.scratch(max(chunk.size for chunk in chunks), chunks[0].dtype)
     # The chunk I receive is always one index below the one I send, so it has met one more rank.
     for step in range(1, comm.size):
@@ -39,8 +40,8 @@ def all_gather(chunks, comm):
 def all_reduce(x, comm, op=np.add):
     """Sum in place over ranks: the finished chunks of a reduce_scatter, gathered.  [n]
 
-    Collective: every rank calls.  Chunk c is summed in the order x_(c+1), x_(c+2), ..., x_c on every
-    rank: the result is bitwise the same everywhere, and the same in every run."""
+    Collective: every rank calls.  Chunk c is summed in the order x_(c+1), x_(c+2), ..., x_c and
+    then copied: the result is bitwise the same on every rank, and in every run."""
     pieces = cut(x, chunks(x.size, comm.size))
     reduce_scatter(pieces, comm, op)
     all_gather(pieces, comm)

@@ -1,12 +1,12 @@
 """What each rank pays for a collective, in closed form: cost's section on messages.
 
-    cost.all_reduce("ring", p=4, n=1000, itemsize=4, rank=0)  ->  Price(steps=6, messages=6, bytes=6000)
+    cost.all_reduce("ring", p=4, n=1000, itemsize=4, rank=0)  ->  Price(6, 6, 6000)
 
-bytes     payload bytes *sent* by this rank, exact for uneven sizes and for any p
-messages  how many it sends, empty ones included
-steps     sends, receives and exchanges that it must do one after the other
+    steps       sends, receives and exchanges that this rank does one after the other
+    messages    those that it sends, empty ones included
+    bytes       payload bytes that it *sends*, exact for uneven sizes and for any p
 
-Written from the algorithms' descriptions and sharing no code with them, so that counting is a check.
+Shares no code with the algorithms, so that predicting and counting check each other.
 
 Lesson: mpirun -n 4 python -m lessons.collectives
 """
@@ -154,7 +154,7 @@ def team_place(p, rank):
 
 
 def team_ranges(sizes):
-    """How many elements each member of the team answers for: its own, and those of who leans on it."""
+    """How many elements each member of the team answers for: its own, and of whom it helps."""
     extra = len(sizes) - (1 << len(sizes).bit_length() - 1)
     return [sizes[2 * i] + sizes[2 * i + 1] for i in range(extra)] + list(sizes[2 * extra:])
 
@@ -172,7 +172,7 @@ def binomial_children(p, place):
 
 
 def inner_children(p, place):
-    """How many children it has in a binary tree where odd places are leaves, and 0 has one child."""
+    """How many children a place has in a binary tree whose leaves are odd, and whose root is 0."""
     if place == 0:
         return int(p > 1)
     return 0 if place % 2 else 1 + (place + 1 < p)

@@ -15,7 +15,8 @@ that after log2 p steps everyone holds the sum of all.
     doubling     log2 p                log2(p) S
 
 Lesson: mpirun -n 4 python -m lessons.ring
-Paper:  Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH"
+Paper:  Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations
+        in MPICH"
 """
 from functools import cache
 
