@@ -149,6 +149,15 @@ def test_a_contiguous_piece_of_qkv_rows_is_whole_heads():
         np.testing.assert_array_equal(whole.data[:, whole.shape[1] // 2:], piece.data)
 
 
+def test_the_last_rows_of_a_group_are_its_value():
+    """Without them nothing can be gathered, whatever queries and keys say."""
+    attn, batch = perturb(tiny()).blocks[0].attn, Batch.of(np.arange(8)[None])
+    for p in (attn.qkv.weight, attn.qkv.bias):
+        p.data.reshape(2, 4, 4, -1)[:, 3] = 0              # [group, (q q k v), e, ...]
+    out = attn(perturb(tiny()).parts["embed"](None, batch), batch).data
+    np.testing.assert_array_equal(out, np.broadcast_to(attn.proj.bias.data, out.shape))
+
+
 def test_parts_run_one_by_one():
     model = perturb(tiny())
     batch, x = batch_for(model), None

@@ -16,7 +16,7 @@ ROWS = [
     "algorithms collectives gpt",
     "mappings placement buckets",
     "dp zero tp sp cp pp ep recompute offload precision compress",
-    "step ledger verify checkpoint parallel train bench simulate plan doctor",
+    "step ledger trace verify checkpoint parallel train bench simulate plan doctor",
 ]
 PLACE = {name: (row, column) for row, names in enumerate(ROWS)
          for column, name in enumerate(names.split())}
