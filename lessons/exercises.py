@@ -1,18 +1,19 @@
 """The lessons' exercises: write an empty version of a module's functions, grade a reader's version.
 
     python -m lessons.ring --stub mine.py       then fill in the bodies, and
-    python -m lessons.ring --mine mine.py       or: mpirun -n 4 python -m lessons.ring --mine mine.py
+    python -m lessons.ring --mine mine.py       (or with mpirun -n 4 in front)
 
 The grade is the lesson's own proof: the same values, bytes and messages are demanded of the
 reader's functions as of the module's. It runs on 1, 2, 3 and 4 thread ranks, with sends that wait
 for their receivers, and then on the ranks of the job.
 """
 import ast
-import importlib.util
 import inspect
 import os
 import sys
 import textwrap
+from functools import partial
+from importlib.util import module_from_spec, resolve_name, spec_from_file_location
 
 from lessons import substitute
 from minidist import BadInput
@@ -36,9 +37,9 @@ def replacements(script, path):
 def load(path):
     """Import the reader's file.  Raises BadInput with its line if that fails."""
     path = os.path.abspath(path)
-    spec = importlib.util.spec_from_file_location("mine", path)
+    spec = spec_from_file_location("mine", path)
     try:
-        module = importlib.util.module_from_spec(spec)
+        module = module_from_spec(spec)
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise BadInput(f"{path}, line {error.lineno}: {error.msg}") from None
@@ -50,7 +51,7 @@ def load(path):
 # ---- --stub
 
 def write_stub(lesson):
-    """Write FILE: the imports, signatures and docstrings of the exercise, every body to be filled in."""
+    """Write FILE: imports, signatures and docstrings of the exercise, bodies to be filled in."""
     script, path = lesson.script, lesson.options.stub
     if lesson.comm.rank == 0:
         with open(path, "w") as file:
@@ -61,37 +62,45 @@ def write_stub(lesson):
 
 def stub(script, path, body=None):
     """The text of the file; body(function) gives each function's text, by default an empty one."""
-    text = [f'"""{script.title}, by hand.  Fill in the bodies, then\n\n'
-            f'    python -m lessons.{script.name} --mine {path}\n"""']
-    text.append("\n".join(dict.fromkeys(line for f in script.exercise for line in imports(f))))
-    helpers = [line for f in script.exercise if (line := borrowed(f, script.exercise))]
-    text[-1] += "".join("\n" + line for line in dict.fromkeys(helpers))
-    text += ["\n" + (body or empty)(f) for f in script.exercise]
-    return "\n\n".join(part.rstrip("\n") for part in text) + "\n"
+    head = [f'"""{script.title}, by hand.  Fill in the bodies, then',
+            "",
+            f"    python -m lessons.{script.name} --mine {path}",
+            '"""']
+    parts = ["\n".join(head + imports(script.exercise))]
+    parts += [(body or empty)(function) for function in script.exercise]
+    return "\n\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
-def imports(function):
-    """The import lines of the function's module."""
-    source = inspect.getsource(sys.modules[function.__module__])
-    return [ast.get_source_segment(source, node) for node in ast.parse(source).body
-            if isinstance(node, (ast.Import, ast.ImportFrom))]
+def imports(exercise):
+    """Import lines for what the exercise uses: NumPy, imports of its modules, their own helpers."""
+    own, found = {function.__name__ for function in exercise}, {}
+    for function in exercise:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - own
+        for name, line in origins(sys.modules[function.__module__]).items():
+            if name in used:
+                found.setdefault(line, set()).add(name)
+    return ["import numpy as np"] + ([""] if found else []) + [
+        f"{line} {', '.join(sorted(names))}" for line, names in sorted(found.items())]
 
 
-def borrowed(function, exercise):
-    """An import of what the module itself defines and this function uses."""
-    module = sys.modules[function.__module__]
-    source = ast.parse(inspect.getsource(module)).body
-    own = {target.id for node in source if isinstance(node, ast.Assign)
-           for target in node.targets if isinstance(target, ast.Name)}
-    own |= {node.name for node in source if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    names = sorted(used & own - {f.__name__ for f in exercise})
-    return f"from {module.__name__} import {', '.join(names)}" if names else ""
+def origins(module):
+    """Where each global name of a module comes from.  -> {name: "from x import"}"""
+    where = {}
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.ImportFrom):
+            source = resolve_name("." * node.level + (node.module or ""), module.__package__)
+            where.update((alias.name, f"from {source} import") for alias in node.names)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            where[node.name] = f"from {module.__name__} import"
+        elif isinstance(node, ast.Assign):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            where.update((name, f"from {module.__name__} import") for name in names)
+    return where
 
 
 def empty(thing):
-    """Signatures and docstrings of a function, or of a class and its methods, without the bodies."""
+    """Signature and docstring of a function, or of a class's methods, without the bodies."""
     text = textwrap.dedent(inspect.getsource(thing))
     lines, kept, at = text.splitlines(), [], 0
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
@@ -113,14 +122,18 @@ def grade(lesson):
     """Prove the reader's functions on thread ranks of several sizes, then on this job's ranks."""
     names = ", ".join(f"{f.__module__}.{f.__name__}" for f in lesson.script.exercise)
     lesson.say(f"\n{lesson.options.mine} in the place of {names}\n")
-    for ranks in sorted({*SIZES, lesson.comm.size}):
-        outcome = lesson.share(lambda: vars(substitute.trial(lesson, ranks, sync=True)))  # noqa: B023
+    for ranks in [1] if lesson.script.alone else sorted({*SIZES, lesson.comm.size}):
+        outcome = lesson.share(partial(try_on, lesson, ranks))
         if not report(lesson, ranks, substitute.Outcome(**outcome)):
             return
     if lesson.comm.size > 1:
         real = lesson.quietly(lesson.comm)
         lesson.script.prove(real)
         report(lesson, lesson.comm.size, substitute.Outcome(real.checks, real.counts), "processes")
+
+
+def try_on(lesson, ranks):
+    return vars(substitute.trial(lesson, ranks, sync=True))
 
 
 def report(lesson, ranks, outcome, kind="ranks"):

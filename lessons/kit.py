@@ -1,4 +1,4 @@
-'''What all lessons share.  A lesson is a flat script, read from top to bottom, that looks like this:
+'''What all lessons share.  A lesson is a flat script, read from top to bottom, like this one:
 
     """RING ALLREDUCE      Can p ranks sum a vector without anyone moving more than twice its size?
 
@@ -48,7 +48,8 @@ Modules are imported whole (`from minidist import ring`; `ring.all_reduce(...)`)
 `lesson` is called by every rank, with that rank's own values; rank 0 prints.  `prove` takes at
 most a second or two, prints at most about ten lines, and must fail under every break, on 2 ranks
 as on 4.  A lesson prints at most about 90 lines of 100 columns.  Optional: OPTIONS = {"trace":
-"write a Chrome trace to this file"} adds a flag `--trace VALUE`, read as `lesson.options.trace`.
+"write a Chrome trace to this file"} adds a flag `--trace VALUE`, read as `lesson.options.trace`;
+ALONE = True is for a lesson that needs one rank: with more, rank 0 runs it and the others wait.
 '''
 import io
 import json
@@ -65,18 +66,18 @@ from lessons.script import ask, parse, read
 from lessons.substitute import breaks
 from lessons.tables import duration, fold, size
 from minidist import launch
-from minidist.comm import run_threads, world
+from minidist.comm import run_threads, solo, world
 
 __all__ = ["run", "run_on_threads", "breaks", "difference", "duration", "fold", "size", "Lesson"]
 
 
 def run(main):
     """Run a lesson as a command, on the ranks it was started on.  Never returns."""
-    launch.run(lambda: sys.exit(_command(read(main), sys.argv[1:])))
+    launch.run(lambda: _command(read(main), sys.argv[1:]))
 
 
 def run_on_threads(main, ranks, argv=()):
-    """Run a lesson on thread ranks of this process.  -> its JSON dict, with the text as "output" """
+    """Run a lesson on thread ranks of this process.  -> its JSON dict, text as "output" """
     script, out = read(main), io.StringIO()
     options = parse(script, argv)
     with substitute.patched(*exercises.replacements(script, options.mine)):
@@ -93,8 +94,11 @@ def _command(script, argv):
 
 
 def _session(comm, script, options, out):
-    """One run on this rank: the whole lesson, or what the options ask for.  -> JSON dict"""
+    """One run on this rank, as the options ask for.  -> JSON dict, the same on every rank"""
     lesson, start = Lesson(comm, script, options, out), time.perf_counter()
+    if script.alone and comm.size > 1:
+        result = lesson.share(lambda: _session(solo(), script, options, out))
+        return dict(result, ranks=comm.size)
     if options.help:
         lesson.say(options.help_text)
     elif options.stub:
@@ -116,7 +120,7 @@ def _session(comm, script, options, out):
 
 
 def difference(x, reference):
-    """Relative difference of two arrays: max|x - reference| / max|reference|; inf if shapes differ."""
+    """Relative difference, max|x - reference| / max|reference|; inf if shapes differ."""
     x, reference = np.asarray(x), np.asarray(reference)
     if x.shape != reference.shape:
         return float("inf")
@@ -194,7 +198,7 @@ class Lesson:
     # ---- proving
 
     def check(self, name, error, bound=0.0):
-        """Demand error <= bound on every rank (bound 0: exactly equal).  -> bool, same everywhere"""
+        """Demand error <= bound on every rank (bound 0: equal).  -> bool, the same everywhere"""
         errors = [np.inf if e is None or e != e else e for e in self.collect(float(error))]
         worst = max(errors)
         self.checks.append(dict(name=name, error=worst, bound=bound, ok=worst <= bound))
@@ -280,7 +284,8 @@ class Lesson:
         ranks = "1 rank" if self.comm.size == 1 else f"{self.comm.size} ranks"
         failed = [r.get("name") or r["quantity"]
                   for r in self.checks + self.counts + self.broken if not r["ok"]]
-        self.say(f"{seconds:.1f} s, {ranks}" + (f"   FAILED: {', '.join(failed)}" if failed else ""))
+        self.say(f"{seconds:.1f} s, {ranks}"
+                 + (f"   FAILED: {', '.join(failed)}" if failed else ""))
 
     def _mark(self, ok, rank):
         return "ok" if ok else "WRONG" + (f" on rank {rank}" if self.comm.size > 1 else "")

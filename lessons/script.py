@@ -19,6 +19,7 @@ class Script:
     exercise: list
     breaks: list
     flags: dict
+    alone: bool
 
 
 def read(main):
@@ -29,7 +30,8 @@ def read(main):
     name = (spec.name if spec else names["__name__"]).split(".")[-1]
     bugs = [f for f in names.values() if hasattr(f, "replaces")]
     return Script(name, title, question, header, main, names.get("prove"),
-                  list(names.get("EXERCISE", ())), bugs, names.get("OPTIONS", {}))
+                  list(names.get("EXERCISE", ())), bugs, names.get("OPTIONS", {}),
+                  names.get("ALONE", False))
 
 
 def split_header(doc):
@@ -80,7 +82,7 @@ def _check(script, options):
     if options.stub and os.path.exists(options.stub):
         raise BadInput(f"{options.stub} exists already; name a new file for the stub")
     if options.mine and not os.path.isfile(options.mine):
-        raise BadInput(f"{options.mine} is not a file; --stub {options.mine} writes a first version")
+        raise BadInput(f"{options.mine} is not a file; --stub {options.mine} writes a first one")
     if options.predict not in (None, "ask"):
         try:
             options.predict = [float(number) for number in options.predict.split(",")]

@@ -1,4 +1,4 @@
-"""ONE TRAINING STEP      What does one step of training compute, and what must it keep until it is done?
+"""ONE TRAINING STEP      What does one step compute, and what must it keep until it is done?
 
   lifts   nothing     this is the load that all later lessons cut, move or recompute
   costs   all three   compute: 6 flops per parameter and token; memory: P + G + O + A; bandwidth
@@ -7,7 +7,9 @@
   run     python -m lessons.step        (one rank is enough: all would do the same)
 """
 import time
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from minidist.data import Corpus, default_text
 from minidist.gpt import GPT, preset
 
 EXERCISE = [functional.layer_norm, functional.gelu]
+ALONE = True
 ROWS, LR, BETAS, EPS, DECAY = 6, 1e-3, (0.9, 0.95), 1e-8, 0.1
 VIEWS = "reshape", "getitem", "transpose"
 
@@ -27,37 +30,40 @@ def main(lesson):
 
     lesson.part("Forward writes a tape")
     lesson.say(f"""
-        loss = model(batch)      a GPT of {c.layers} blocks, width D = {c.width}; {ROWS} rows of {c.context} characters: N = {N} tokens
-        loss.backward()
-        optimizer.step()
+        loss = model(batch);  loss.backward();  optimizer.step()    ({N} tokens, {c.layers} blocks)
 
         The first line computes, and notes how to come back. One whole operation of the engine:""")
     lesson.source(tensor.exp)
     lesson.say("""
         The lambda turns a gradient of y into a gradient of x. As long as it lives, y lives.
-        All the operations of one forward, and what each part of the model keeps for backward:
+        All the operations of one forward (without views), and the bytes they keep for backward:
         """)
     parts = tape_by_part(model, batch)
-    lesson.table(["part", "operations", "keeps"], kit.fold(
-        [(name, listed(rows), kit.size(sum(kept for _, kept in rows))) for name, rows in parts]))
+    lesson.table(["part", "keeps", "operations"], kit.fold(
+        [(name, kit.size(sum(kept for _, kept in rows)), listed(rows)) for name, rows in parts]))
 
     lesson.part("What is kept, operation by operation")
     counted = [kept for name, kept in parts[1][1] if name not in (*VIEWS, "add")]
-    lesson.ledger(*((*row, kept) for row, kept in zip(predicted(model), counted)))
+    block = cost.block_activations(**sizes(model), w=8, tile=attention.TILE)
+    lesson.ledger(*((f"{row.operation}: {row.what}", row.formula, row.bytes, kept)
+                    for row, kept in zip(block, counted)))
     lesson.say("""
-        Bytes of blocks.0, w = 8 per number (float64). An array is listed where it is first needed: what
-        one operation returns is often what the next one keeps. Sums and views keep nothing.""")
+        Bytes of blocks.0, 8 per number. An array is listed where it is first needed: what one
+        operation returns is often what the next one keeps. Sums and views keep nothing.""")
 
     lesson.part("The papers say 34 s b h + 5 a s^2 b per block. Who is right?")
-    lesson.table(["", "bytes"], bridge(model, sum(counted)))
+    changes = bridge(model)
+    lesson.table(["", "bytes"], [(name, f"{n:+d}") for name, n in changes])
+    lesson.ledger(("one block", "the sum of these", sum(n for _, n in changes), sum(counted)))
     lesson.say(f"""
-        Both. The textbook counts 16-bit numbers, and dropout everywhere. Attention here works in tiles
-        of {attention.TILE} queries: from T = {2 * attention.TILE} on it skips what lies in the future, up to half of a s^2.""")
+        Both. And attention works in tiles of {attention.TILE} queries: with more than one it skips
+        the future, up to half of a s^2.""")
 
     lesson.part("Four kinds of memory")
-    lesson.predict("AdamW: bytes of state per byte of parameters?", 2, "bytes", why="two running means",
-                   mistakes={1: "momentum would be one: AdamW keeps the mean of g and of g squared"})
-    events = ledger.over_step(model, batch, optimizer)       # the first update makes the state
+    lesson.predict("AdamW: bytes of state per byte of parameters?", 2, "bytes",
+                   why="running means of g and of g squared",
+                   mistakes={1: "momentum keeps one mean, of g; AdamW one of g squared as well"})
+    step.train_step(model, batch, optimizer)                 # the first update makes its state
     events = ledger.over_step(model, batch, optimizer)
     P = 8 * cost.gpt_parameters(c.width, c.layers, c.context, c.vocab, c.heads)
     A = activations(model, batch)
@@ -69,21 +75,19 @@ def main(lesson):
                   ("A  activations, after forward", "cost.gpt_activations", A, peak.activations),
                   ("A  activations, after backward", "freed one by one", 0, end.activations))
     lesson.say(f"""
-        P, G and O do not ask how much you feed the model. A does: {kit.size(A / N)} per token, here {A / P:.1f} P.
-        A is full when backward begins, G when it ends.""")
+        P, G and O do not ask how much you feed the model. A does: {kit.size(A / N)} per token,
+        here {A / P:.1f} P. A is full when backward begins, G when it ends.""")
     lesson.figure(draw, events)
 
     lesson.part("Why backward takes twice as long as forward")
     lesson.predict("Backward: how many times the flops of forward?", 2, "times",
-                   why="y = x W comes back as dx = dy W^T and dW = x^T dy",
+                   why="y = x W comes back as dy W^T and x^T dy",
                    mistakes={1: "every product comes back as two: one for x, one for W"})
-    seconds = lesson.share(timed)
-    lesson.table(["", "median", "share"],
-                 [(name, kit.duration(t), f"{100 * t / sum(seconds):.0f} %")
-                  for name, t in zip(("forward", "backward", "optimizer"), seconds)])
-    lesson.say("""
-        2 flops per parameter and token forward, 4 backward: 6 P N in all. The optimizer computes little
-        but reads and writes all of P, G and O: it pays in bandwidth.""")
+    forward, backward, update = map(kit.duration, lesson.share(timed))
+    lesson.say(f"""
+        measured (`nano`, float32): forward {forward}, backward {backward}, optimizer {update}
+        2 flops per parameter and token forward, 4 backward: 6 P N in all. The optimizer computes
+        little, but reads and writes all of P, G and O: it pays in bandwidth.""")
 
     lesson.part("Is it right?")
     prove(lesson)
@@ -91,19 +95,18 @@ def main(lesson):
     lesson.break_it(stale_gradients)
     lesson.takeaway(
         "A step holds P + G + O whatever you feed it, and A in proportion to what you feed it.",
-        field="saved tensors (torch.autograd), model states and residual states (ZeRO), activation "
-              "memory (Megatron-LM)",
+        field="saved tensors (torch.autograd); model states and residual states (ZeRO)",
         tries=["at which T do the attention weights make up half of A? (screen 2 has the formula)",
-               "write layer_norm and gelu yourself: python -m lessons.step --stub mine.py, then "
-               "--mine mine.py"])
+               "write layer_norm and gelu: --stub mine.py, then --mine mine.py"])
 
 
 def prove(lesson):
-    """Check what is kept, gradients, accumulation and update, each against something independent."""
+    """Check what is kept, gradients, accumulation, update: each against something independent."""
     model, batch, optimizer = setting()
     loss = model(batch)
     kept = ledger.held(model, None, loss, batch=batch).activations
-    lesson.ledger(("bytes kept for backward", "cost.gpt_activations", activations(model, batch), kept))
+    lesson.ledger(("bytes kept for backward", "cost.gpt_activations",
+                   activations(model, batch), kept))
     loss.backward()
     whole = gradients(model)
     lesson.check("every gradient, against the slope of the loss", slopes(model, batch, whole), 1e-6)
@@ -114,7 +117,9 @@ def prove(lesson):
     weight, moments = model.parameters()[0], (0, 0)
     for t in (1, 2):
         before = weight.data.copy()
-        fresh = twin(model)
+        fresh = deepcopy(model)
+        for p in fresh.parameters():
+            p.grad = None
         step.train_step(model, batch, optimizer)
         update, moments = adamw(before, weight.grad, moments, t)
         lesson.check(f"AdamW, update {t}, against its formula",
@@ -135,27 +140,14 @@ def stale_gradients(module):
     looks at the size of a gradient; it follows directions that are several steps old."""
 
 
-@kit.breaks(step, "accumulate")
-def mean_of_means(model, batches):
-    """Each micro-batch is divided by its own number of targets, and the means are averaged.
-
-    In Hugging Face transformers until October 2024: tokens in short micro-batches weighed more."""
-    total, count = 0.0, sum(batch.count for batch in batches)
-    for batch in batches:
-        loss = model(batch) * (count / batch.count / len(batches))
-        loss.backward()
-        total += loss.item()
-    return total
-
-
 @kit.breaks(functional, "gelu")
 def greedy_gelu(x):
     """gelu keeps its input beside its derivative, as one written from single operations would.
 
-    Every number is right; only the memory is not: 4 N D more per block, a fifth of all activations."""
+    Every number is right; only the memory is not: 4 N D more per block, a fifth of all A."""
     y, kept = greedy_gelu.original(x), x.data
-    vjp = y.node.vjp
-    return tensor.Tensor(y.data, (x,), lambda g: vjp(g) if kept is x.data else None)
+    return tensor.Tensor(y.data, (x,), y.node and partial(lambda kept, vjp, g: vjp(g), kept,
+                                                          y.node.vjp))
 
 
 @kit.breaks(optim.AdamW, "update")
@@ -184,34 +176,22 @@ def setting():
 
 def tape_by_part(model, batch):
     """Run the parts one by one.  -> [(part, [(operation, bytes it keeps)])]"""
-    x, parts, done = None, [], 0
-    for name, part in model.parts.items():
+    x, ends = None, [0]
+    for part in model.parts.values():
         x = part(x, batch)
-        rows = ledger.by_operation(x, exclude=ledger.known(model, batch))
-        parts.append((name, rows[done:]))
-        done = len(rows)
-    return parts
+        ends.append(len(ledger.nodes(x)))
+    rows = ledger.by_operation(x, exclude=ledger.known(model, batch))
+    return [(name, rows[i:j]) for name, i, j in zip(model.parts, ends, ends[1:])]
 
 
 def listed(rows):
-    """Name the operations in order; several views in a row once."""
-    names = ["view" if name in VIEWS else name.replace("scaled_dot_product_", "") for name, _ in rows]
-    return " ".join(name for i, name in enumerate(names) if name != "view" or names[i - 1] != name)
+    """Name the operations in order, but for views."""
+    return " ".join(name.removeprefix("scaled_dot_product_") for name, _ in rows
+                    if name not in VIEWS)
 
 
 def sizes(model):
     return dict(B=ROWS, T=model.config.context, D=model.config.width, H=model.config.heads)
-
-
-def predicted(model):
-    """What cost says of one block, the rows of one operation put together.  -> [[name, formula, bytes]]"""
-    rows = []
-    for kept in cost.block_activations(**sizes(model), w=8, tile=attention.TILE):
-        if rows and rows[-1][0] == kept.operation:
-            rows[-1] = [kept.operation, f"{rows[-1][1]} + {kept.formula}", rows[-1][2] + kept.bytes]
-        else:
-            rows.append([kept.operation, kept.formula or "0 (attention has it)", kept.bytes])
-    return rows
 
 
 def activations(model, batch):
@@ -219,32 +199,31 @@ def activations(model, batch):
                                 targets=batch.count, w=8, tile=attention.TILE)
 
 
-def bridge(model, counted):
+def bridge(model):
     """From the textbook's bytes per block to ours, one difference at a time."""
     B, T, D, H = sizes(model).values()
     N, pairs = B * T, B * H * T * T
-    changes = [("no dropout: neither masks of one byte, nor a second copy of the attention weights",
-                -2 * N * D - 3 * pairs),
-               ("float64: 8 bytes per number instead of 2", 3 * (32 * N * D + 2 * pairs)),
-               ("attention keeps q / sqrt(e), not only q", 8 * N * D),
-               ("each layer_norm keeps 1/deviation of its rows", 2 * 8 * N)]
-    start = cost.textbook_activations(B, T, D, H)
-    total = start + sum(change for _, change in changes)
-    return [("34 s b h + 5 a s^2 b    (s = T, b = rows, h = D, a = heads)", start),
-            *((name, f"{change:+d}") for name, change in changes),
-            ("together", total), ("counted on screen 2", counted)]
+    return [("34 s b h + 5 a s^2 b    (s = T, b = rows, h = D, a = heads; 2 bytes per number)",
+             cost.textbook_activations(B, T, D, H)),
+            ("no dropout: neither masks of one byte, nor a second copy of the attention weights",
+             -2 * N * D - 3 * pairs),
+            ("float64: 8 bytes per number instead of 2", 3 * (32 * N * D + 2 * pairs)),
+            ("attention keeps q / sqrt(e), not only q", 8 * N * D),
+            ("each layer_norm keeps 1/deviation of its rows", 2 * 8 * N)]
 
 
 def draw(figure, events):
     axes = figure.subplots()
     phases, held = zip(*events)
-    axes.stackplot(range(len(held)), np.array(held).T / 1e6, step="post", labels=[
-        "P  parameters", "G  gradients", "O  optimizer state", "A  activations"])
-    for phase in ("forward", "backward", "optimizer"):
-        axes.axvline(phases.index(phase), color="black", linewidth=0.8)
-        axes.annotate(phase, (phases.index(phase), 0.02), xycoords=("data", "axes fraction"))
-    axes.set(xlabel="events: a part of the model has run, a gradient is complete, the update is done",
-             ylabel="MB held", title="What one training step holds (counted from its arrays)")
+    params, grads, state, kept = np.array(held).T / 1e6
+    axes.stackplot(range(len(held)), params, state, grads, kept, step="post", labels=[
+        "P  parameters", "O  optimizer state", "G  gradients", "A  activations"])
+    axes.axvline(phases.index("backward"), color="black", linewidth=0.8)
+    for phase in ("forward", "backward"):
+        axes.annotate(" " + phase, (phases.index(phase), 0.96), xycoords=("data", "axes fraction"))
+    axes.set(xlabel="one event: a part of the model has run, or one more gradient is complete",
+             ylabel="MB held", title="What one training step holds, counted from its arrays",
+             xlim=(0, len(held) - 1), ylim=(0, 1.12 * (params + state + grads + kept).max()))
     axes.legend()
 
 
@@ -274,16 +253,8 @@ def apart(grads, reference):
     return max(kit.difference(g, reference[name]) for name, g in grads.items())
 
 
-def twin(model):
-    """A second model with the same values."""
-    copy = GPT(model.config, dtype=np.float64)
-    for p, q in zip(copy.parameters(), model.parameters()):
-        p.data[...] = q.data
-    return copy
-
-
 def slopes(model, batch, grads, e=1e-5):
-    """Move each parameter along a random u: does the loss change by g . u?  -> worst relative error"""
+    """Move each parameter along a random u: does the loss change by g . u?  -> worst error"""
     rng, worst = np.random.default_rng(0), 0.0
     for p in model.parameters():
         u, at, ends = rng.standard_normal(p.shape), p.data.copy(), []

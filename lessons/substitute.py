@@ -8,30 +8,32 @@ import inspect
 import os
 import random
 import sys
+import textwrap
 import traceback
 import types
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lessons.script import typed
-from lessons.tables import relative
-from minidist.comm import run_threads
+from lessons.tables import WIDTH, relative
+from minidist.comm import Deadlock, run_threads
 
 OURS = ("minidist", "lessons", "__main__")
 TIMEOUT = 30                                         # seconds until a trial counts as endless
 
 
-def breaks(owner, name, ranks=None, sync=False):
+def breaks(owner, name, ranks=None, sync=False, first=None):
     """Mark a function of a lesson as a planted bug: it takes the place of owner's function `name`.
 
     owner: a module or class.  ranks: fewest ranks on which it shows (at least 2).  sync: the bug
     hides behind buffered sends; it is tried with those first, then with synchronous ones.
+    first: text of the first line of its source worth showing.
     The docstring's first line says what is wrong; the rest says why it matters.
     The function may call the right one as `its_own_name.original`.
     """
     def mark(function):
         function.replaces = (owner, name)
-        function.ranks, function.sync = ranks or 2, sync
+        function.ranks, function.sync, function.first = ranks or 2, sync, first
         function.original = getattr(owner, name)
         function.title = function.__name__.replace("_", "-")
         return function
@@ -123,6 +125,8 @@ def describe(error, path=None):
     if own and isinstance(error, NotImplementedError):
         return f"{path}: {own[-1].name} is not written yet"
     where = f"{path}, line {own[-1].lineno}, in {own[-1].name}: " if own else ""
+    if isinstance(error, Deadlock):                        # says so itself; all are in one group
+        return where + str(error).replace(", group world", "")
     return f"{where}{type(error).__name__}: {error}"
 
 
@@ -131,7 +135,7 @@ def demonstrate(lesson, bug, hidden=False):
     what, _, why = inspect.getdoc(bug).partition("\n\n")
     if not hidden:
         lesson.say(what)
-        lesson.source(bug)
+        lesson.source(bug, bug.first)
     failed, passed = lesson.share(lambda: _symptoms(lesson, bug))
     if failed:
         lesson.say(f"CAUGHT  by {len(failed)} of {len(failed) + passed} checks and counts")
@@ -145,7 +149,7 @@ def demonstrate(lesson, bug, hidden=False):
 
 def _symptoms(lesson, bug):
     """Run the proof under the bug; with buffered sends first where only others reveal it."""
-    ranks = max(bug.ranks, lesson.comm.size)
+    ranks = 1 if lesson.script.alone else max(bug.ranks, lesson.comm.size)
     with patched((*bug.replaces, bug)):
         if bug.sync:
             outcome = trial(lesson, ranks)
@@ -153,8 +157,8 @@ def _symptoms(lesson, bug):
                        + ("every check passes" if outcome.ok else outcome.failed[0]))
             lesson.say("large messages, a send waits for its receiver:")
         outcome = trial(lesson, ranks, lesson.out, sync=bug.sync)
-    if outcome.error:
-        lesson.say(outcome.error)
+    for line in outcome.error.splitlines():
+        lesson.say(textwrap.fill(line, WIDTH - 2, subsequent_indent="      "))
     failed = outcome.failed
     return failed, len(outcome.checks) + len(outcome.ledger) + bool(outcome.error) - len(failed)
 

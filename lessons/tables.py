@@ -5,7 +5,7 @@ import re
 import textwrap
 
 WIDTH = 100
-NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]\d+)?( ?[%a-zA-Z]{1,5})?|")       # also 36.9 kB, 28.1 %
+NUMBER = re.compile(r"-|[-+]?[\d.]+(e[-+]\d+)?( ?[%a-zA-Z]{1,5})?|")       # also 36.9 kB, 28.1 %
 
 
 def table(header, rows):
@@ -20,7 +20,7 @@ def table(header, rows):
 
 
 def cell(value):
-    """Write one value: text as it is, whole numbers in full, others to six digits, arrays as lists."""
+    """Write one value: whole numbers in full, others to six digits, arrays as lists."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, (list, tuple)):
@@ -29,7 +29,7 @@ def cell(value):
 
 
 def fold(rows):
-    """Merge rows that differ in the layer number only: blocks.0, blocks.1 -> blocks.*  (first cell)"""
+    """Merge rows whose names differ in the layer number only: blocks.0, blocks.1 -> blocks.*"""
     folded = {}
     for name, *rest in rows:
         key = re.sub(r"\.\d+(?=\.|$)", ".*", name), *map(cell, rest)
@@ -40,13 +40,10 @@ def fold(rows):
 
 def size(nbytes):
     """Write a number of bytes with a decimal unit (1 kB = 1000 bytes): 147456 -> '147.5 kB'"""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            break
-        nbytes /= 1000
-    else:
-        unit = "TB"
-    return f"{nbytes:.4g} {unit}"
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while nbytes >= 1000 and len(units) > 1:
+        nbytes, units = nbytes / 1000, units[1:]
+    return f"{nbytes:.4g} {units[0]}"
 
 
 def duration(seconds):

@@ -40,12 +40,12 @@ def block_activations(B, T, D, H, K=None, w=4, tile=64, dropout=False):
     """
     N, kv = B * T, 2 * (K or H) * D // H
     rows = [
-        Kept("layer_norm", "the normalised rows, 1/deviation", "N D + N", (N * D + N) * w),
+        Kept("layer_norm", "normalised rows, 1/deviation", "N D + N", (N * D + N) * w),
         Kept("linear qkv", "its input", "N D", N * D * w),
-        Kept("attention", "q, k, v, q/sqrt(e), the output, the weights", "N (3D + 2Ke) + B H T^2",
+        Kept("attention", "q, k, v, q/sqrt(e), output, weights", "N (3D + 2Ke) + B H T^2",
              (N * (3 * D + kv) + B * H * tiles(T, tile)) * w),
-        Kept("linear proj", "its input, which is attention's output", "0", 0),
-        Kept("layer_norm", "the normalised rows, 1/deviation", "N D + N", (N * D + N) * w),
+        Kept("linear proj", "its input, attention's output", "0", 0),
+        Kept("layer_norm", "normalised rows, 1/deviation", "N D + N", (N * D + N) * w),
         Kept("linear fc1", "its input", "N D", N * D * w),
         Kept("gelu", "its derivative", "4 N D", 4 * N * D * w),
         Kept("linear fc2", "its input", "4 N D", 4 * N * D * w)]
@@ -65,8 +65,8 @@ def tiles(T, tile):
 def gpt_activations(B, T, D, H, L, V, targets, K=None, w=4, tile=64, dropout=False):
     """Bytes that a GPT keeps between forward and backward, at w bytes per number."""
     N = B * T
-    embed = N * D * w if dropout else 0                          # the mask; ids are the batch's own
-    head = (2 * N * D + N) * w + N * V * w + 2 * 8 * targets     # norm, its output, softmax, indices
+    embed = N * D * w if dropout else 0                      # the mask; ids are the batch's own
+    head = (2 * N * D + N + N * V) * w + 2 * 8 * targets     # norm, its output, softmax, indices
     block = sum(kept.bytes for kept in block_activations(B, T, D, H, K, w, tile, dropout))
     return embed + L * block + head
 
