@@ -63,7 +63,7 @@ class Batch:
 
 
 class Corpus:
-    """A text as numbers, one per character; its last tenth is kept for validation."""
+    """A text as numbers, one per character; the end of every tenth of it is kept for validation."""
 
     def __init__(self, text, context):
         window = context + 1                                   # one more: the last target
@@ -74,9 +74,10 @@ class Corpus:
         self.context = context
         self.characters = sorted(set(text))
         self.ids = {c: i for i, c in enumerate(self.characters)}
-        tokens = np.array(self.encode(text))
-        held_out = max(len(text) // 10, window)
-        self.splits = {"train": tokens[:-held_out], "val": tokens[-held_out:]}
+        self.tokens = np.array(self.encode(text))
+        held = np.concatenate([[0], np.cumsum(held_out(len(text), window))])
+        held = held[window:] - held[:-window]                  # in the window that starts here
+        self.starts = {"train": np.flatnonzero(held == 0), "val": np.flatnonzero(held == window)}
 
     @property
     def vocab(self):
@@ -92,11 +93,20 @@ class Corpus:
 
     def batch(self, size, seed, step, split="train"):
         """Draw `size` windows from (seed, step).  A validation batch has no step: no dropout."""
-        tokens = self.splits[split]
-        rng = np.random.default_rng([seed, step])
-        starts = rng.integers(0, len(tokens) - self.context, size)
-        windows = tokens[starts[:, None] + np.arange(self.context + 1)]
+        starts = np.random.default_rng([seed, step]).choice(self.starts[split], size)
+        windows = self.tokens[starts[:, None] + np.arange(self.context + 1)]
         return Batch.of(windows[:, :-1], windows[:, 1:], step if split == "train" else None)
+
+
+def held_out(length, window):
+    """Mark what is kept for validation: the last tenth of each of ten parts, or of one if short.
+
+    Not simply the end of the text, which may be easier than the rest, or harder.
+    """
+    mark = np.zeros(length, bool)
+    for part in np.array_split(mark, min(10, max(1, length // (20 * window)))):
+        part[-max(len(part) // 10, window):] = True
+    return mark
 
 
 def default_text():

@@ -205,8 +205,8 @@ def digest(model):
 
 
 def sample(model, corpus, args):
-    """Let the model write on from a line break, or from the validation text's first character."""
-    start = corpus.encode("\n") if "\n" in corpus.ids else corpus.splits["val"][:1].tolist()
+    """Let the model write on from a line break, or from the first character it knows."""
+    start = corpus.encode("\n") if "\n" in corpus.ids else [0]
     rng = np.random.default_rng([args.seed, 1])
     return corpus.decode(gpt.generate(model, start, args.sample, rng)[1:])
 
@@ -250,7 +250,7 @@ def headline(run, args):
     """Say in two lines what is about to be trained on what."""
     c = run.config
     size = sum(math.prod(p.full_shape) for p in run.model.parameters())
-    text, characters = args.text or "pydoc_data.topics", sum(map(len, run.corpus.splits.values()))
+    text, characters = args.text or "pydoc_data.topics", len(run.corpus.tokens)
     return (f"{args.preset}: {c.layers} layers of width {c.width}, {c.heads} heads, "
             f"{size:,} parameters in {args.dtype}\n"
             f"{text}: {characters:,} characters, {c.vocab} different; "

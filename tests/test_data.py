@@ -29,24 +29,30 @@ def test_a_batch_is_a_function_of_seed_and_step():
 
 
 def test_validation_text_is_never_trained_on():
-    corpus = Corpus("a" * 360 + "b" * 40, 8)
-    train = [corpus.batch(50, 0, step).targets for step in range(20)]
-    assert set(np.ravel(train)) == {corpus.ids["a"]}
-    validation = corpus.batch(50, 0, 0, "val")
-    assert set(validation.targets.flat) == {corpus.ids["b"]} and validation.step is None
+    """Every tenth of the text gives its end, and no window reaches across the border."""
+    parts = [chr(65 + i) * 180 + chr(97 + i) * 20 for i in range(10)]
+    corpus = Corpus("".join(parts), 8)
+    seen = {}
+    for split in ("train", "val"):
+        batches = [corpus.batch(99, 0, step, split) for step in range(20)]
+        ids = [np.r_[b.tokens.ravel(), b.targets.ravel()] for b in batches]
+        seen[split] = set(corpus.decode(np.unique(ids)))
+    assert seen == {"train": set("ABCDEFGHIJ"), "val": set("abcdefghij")}
+    assert corpus.batch(5, 0, 0, "val").step is None and corpus.batch(5, 0, 7).step == 7
 
 
 def test_every_window_can_be_drawn():
-    """The first and the last window of a split too."""
-    corpus = Corpus(TEXT, 8)
-    drawn = {t.tobytes() for s in range(40) for t in corpus.batch(50, 0, s).tokens}
-    tokens = corpus.splits["train"]
-    assert drawn == {tokens[i:i + 8].tobytes() for i in range(len(tokens) - 8)}
+    """The first and the last one too: 400 characters are two parts, of which 20 are held out."""
+    corpus = Corpus("".join(map(chr, range(1000, 1400))), 8)
+    drawn = {t[0] for s in range(60) for t in corpus.batch(50, 0, s).tokens}
+    assert drawn == {*range(0, 172), *range(200, 372)}
+    drawn = {t[0] for s in range(9) for t in corpus.batch(50, 0, s, "val").tokens}
+    assert drawn == {*range(180, 192), *range(380, 392)}
 
 
 def test_shortest_text():
     corpus = Corpus("abc" * 6, 8)
-    assert {len(s) for s in corpus.splits.values()} == {9}
+    assert corpus.starts["train"] == [0] and corpus.starts["val"] == [9]
     assert corpus.batch(3, 0, 0).tokens.shape == corpus.batch(3, 0, 0, "val").tokens.shape == (3, 8)
     with pytest.raises(BadInput, match="17 characters.*context of 8.*18"):
         Corpus("abc" * 5 + "ab", 8)
