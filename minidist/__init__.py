@@ -1,5 +1,5 @@
 """Distributed training from scratch in NumPy and MPI: one thread, plain output, one error."""
-
+import ctypes
 import os
 import sys
 
@@ -11,6 +11,16 @@ THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"
 if "numpy" not in sys.modules:
     for name in THREAD_VARIABLES:
         os.environ.setdefault(name, "1")
+
+# A training step frees what the next one asks for again. glibc would return such memory to the
+# system, which clears every page before it hands it out anew: up to a third of a step.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+if sys.platform == "linux":
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)   # other C libraries have none
+    if mallopt is not None:
+        mallopt(M_TOP_PAD, 256 << 20)                       # grow in large steps,
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)                # never shrink,
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)                 # and reuse arrays of up to 32 MB
 
 # Lines of several ranks must arrive whole and in order, also through a pipe.
 for stream in (sys.stdout, sys.stderr):

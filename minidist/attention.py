@@ -36,7 +36,7 @@ def scaled_dot_product_attention(q, k, v, causal=True, positions=None, key_posit
         raise ValueError(f"{H} query heads do not share {K} key/value heads evenly")
     scale = q.dtype.type(e ** -0.5)
     qs = (q.data * scale).reshape(B, K, H // K, T, e)
-    ks, vs = k.data[:, :, None], v.data[:, :, None]
+    ks, vs = (np.ascontiguousarray(x.data)[:, :, None] for x in (k, v))
     out = np.empty((B, T, K, H // K, e), q.dtype).transpose(0, 2, 3, 1, 4)
     masks = None if dropout is None else dropout.reshape(B, K, H // K, T, S).swapaxes(-1, -2)
     tiles = []                                              # queries, keys they see, weights
@@ -47,8 +47,8 @@ def scaled_dot_product_attention(q, k, v, causal=True, positions=None, key_posit
         np.matmul(kept.swapaxes(-1, -2), vs[..., seen, :], out=out[..., rows, :])
 
     def vjp(g):
-        g = g.reshape(out.shape)
-        gq, gk, gv = np.empty_like(qs), np.zeros_like(k.data), np.zeros_like(v.data)
+        g = np.ascontiguousarray(g).reshape(qs.shape)
+        gq, gk, gv = np.empty_like(qs), np.zeros((B, K, S, e), g.dtype), np.zeros((B, K, S, e), g.dtype)
         dot = np.einsum("bkgte,bkgte->bkgt", g, out)        # sum of weight x its gradient
         for rows, seen, p in tiles:
             gp = vs[..., seen, :] @ g[..., rows, :].swapaxes(-1, -2)

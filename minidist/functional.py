@@ -11,6 +11,7 @@ a strategy may free and refill a weight between forward and backward.
 Lesson: python -m lessons.step
 """
 import functools
+import math
 
 import numpy as np
 
@@ -113,38 +114,35 @@ def layer_norm(x, w, b, eps=1e-5):
 
 
 def gelu(x):
-    """x/2 (1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3), as GPT-2.  Keeps its derivative only."""
+    """x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3), as in GPT-2.
+
+    Keeps only its derivative, and backward makes its result in that array.
+    """
     y, slope = np.empty(x.shape, x.dtype), np.empty(x.shape, x.dtype)
     flat = np.ascontiguousarray(x.data).reshape(-1), y.reshape(-1), slope.reshape(-1)
-    for i in range(0, x.size, PIECE):
-        _gelu_piece(*(a[i:i + PIECE] for a in flat))
-
-    def vjp(g):
-        return (np.multiply(g, slope, out=slope),)          # backward comes once: reuse the array
-    return Tensor(y, (x,), vjp)
+    with np.errstate(over="ignore"):                        # exp(-2u) = inf: sigmoid is 0
+        for i in range(0, x.size, PIECE):
+            _gelu_piece(*(a[i:i + PIECE] for a in flat))
+    return Tensor(y, (x,), lambda g: (np.multiply(g, slope, out=slope),))
 
 
-def _gelu_piece(x, y, slope):
-    """Fill y and slope = (1 + t + x (1 - t^2) du/dx) / 2, where t = tanh u."""
-    c, a = np.sqrt(2 / np.pi).astype(x.dtype), 0.044715
+def _gelu_piece(x, y, slope, c=2 * math.sqrt(2 / math.pi), a=0.044715):
+    """Fill y = x s and slope = s (1 + x (1 - s) d(2u)/dx), where s = sigmoid(2u)."""
     np.multiply(x, x, out=slope)
-    slope *= a
-    t = slope + 1
-    t *= x
-    t *= c
-    np.tanh(t, out=t)
-    slope *= 3
-    slope += 1
-    slope *= c
-    slope *= x                                              # x du/dx
-    np.multiply(t, t, out=y)
-    np.subtract(1, y, out=y)
+    s = slope * (-c * a)
+    s -= c
+    s *= x                                                  # -2u
+    np.exp(s, out=s)
+    s += 1
+    np.divide(1, s, out=s)
+    slope *= 3 * c * a
+    slope += c
+    slope *= x
+    np.subtract(1, s, out=y)
     slope *= y
-    t += 1
-    slope += t
-    slope *= 0.5
-    np.multiply(x, t, out=y)
-    y *= 0.5
+    slope += 1
+    slope *= s
+    np.multiply(x, s, out=y)
 
 
 def softmax(x, dim=-1):
