@@ -154,9 +154,7 @@ def times(k, price):
     return Price(*(k * x for x in price))
 
 
-# what a block keeps, by what cuts it: tensor parallelism, or only sequence parallelism
-INSIDE = ("attention", "linear proj", "gelu", "linear fc2")
-EVERYWHERE = ("what hides the future",)
+INSIDE = "attention", "linear proj", "gelu", "linear fc2"        # between a column and a row cut
 
 
 def tp_block_activations(B, T, D, H, p, K=None, w=4, tile=64, dropout=False, sequence=None):
@@ -165,8 +163,6 @@ def tp_block_activations(B, T, D, H, p, K=None, w=4, tile=64, dropout=False, seq
     sequence: None for tensor parallelism alone; "again" or "keep" for sequence parallelism that
     gathers a column-parallel layer's input again in backward, or keeps it."""
     def divisor(kept):
-        if kept.what in EVERYWHERE:
-            return 1
         if kept.operation in INSIDE or kept.what == "mask of the weights":
             return p
         gathered = kept.operation.startswith("linear") and sequence == "keep"

@@ -255,7 +255,7 @@ def _captured(*things):
             todo += [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
         elif isinstance(thing, Part):
             arrays.append(thing.array)
-        elif hasattr(thing, "node"):                        # a Tensor, read when the vjp runs
+        elif hasattr(thing, "requires_grad"):               # a Tensor, read when the vjp runs
             todo.append(thing.data)
     return arrays
 
