@@ -190,10 +190,10 @@ class Lesson:
         guess = ask(self, f"{question}  [{unit or 'a number'}] ")
         right = f"{tables.cell(answer)} {unit}".strip()
         if guess is None:
-            return self.say(f"{question}  {right}" + (f": {why}" if why else ""))
+            return self._wrapped(f"{question}  {right}" + (f": {why}" if why else ""))
         close = {value: note for value, note in (mistakes or {}).items() if _near(guess, value)}
         note = "right" if _near(guess, answer) else next(iter(close.values()), why)
-        self.say(f"you guessed {tables.cell(guess)} {unit}, it is {right}   {note}")
+        self._wrapped(f"you guessed {tables.cell(guess)} {unit}, it is {right}   {note}")
 
     # ---- proving
 
@@ -245,7 +245,7 @@ class Lesson:
         lines = [sentence] + ([f"In the field: {field}"] if field else [])
         lines += [f"Try ({chr(97 + i)}) {text}" for i, text in enumerate(tries)]
         for line in lines:
-            self.say(textwrap.fill(line, tables.WIDTH - 2, subsequent_indent="   "))
+            self._wrapped(line)
 
     # ---- between ranks
 
@@ -286,6 +286,9 @@ class Lesson:
                   for r in self.checks + self.counts + self.broken if not r["ok"]]
         self.say(f"{seconds:.1f} s, {ranks}"
                  + (f"   FAILED: {', '.join(failed)}" if failed else ""))
+
+    def _wrapped(self, text):
+        self.say(textwrap.fill(text, tables.WIDTH - 2, subsequent_indent="   "))
 
     def _mark(self, ok, rank):
         return "ok" if ok else "WRONG" + (f" on rank {rank}" if self.comm.size > 1 else "")
