@@ -118,11 +118,11 @@ def tp(B, T, D, L, p, itemsize, rank, chosen):
 
     Two all_reduces of [B, T, D] per layer each way; one more for the embedding (forward) and for
     the head (backward); three of [B, T] in the loss.  tp_keys comes on top where p > K."""
-    def reduce(n):
+    def one(n):
         return all_reduce(chosen("all_reduce", n * itemsize, p), p, n, itemsize, rank)
 
-    layers = times(2 * L + 1, reduce(B * T * D))
-    return layers + times(3, reduce(B * T)), layers
+    layers = times(2 * L + 1, one(B * T * D))
+    return layers + times(3, one(B * T)), layers
 
 
 def tp_keys(B, T, D, H, K, L, p, itemsize, rank, chosen):
@@ -140,12 +140,12 @@ def sp(B, T, D, L, p, itemsize, rank, chosen, keep_input=False):
     Every all_reduce of tp becomes a reduce_scatter in one place and an all_gather in another;
     unless they keep their input, two layers of a block (and the head) gather it once more."""
     sizes = [B * T // p * D] * p
-    gather, scatter = (move(chosen(name, sum(sizes) * itemsize, p), sizes, itemsize, rank)
-                       for name, move in (("all_gather", all_gather),
-                                          ("reduce_scatter", reduce_scatter)))
+    there, back = (move(chosen(name, sum(sizes) * itemsize, p), sizes, itemsize, rank)
+                   for name, move in (("all_gather", all_gather),
+                                      ("reduce_scatter", reduce_scatter)))
     loss = all_reduce(chosen("all_reduce", B * T * itemsize, p), p, B * T, itemsize, rank)
-    layers = times(2 * L + 1, gather + scatter)
-    again = times(0 if keep_input else 2 * L + 1, gather)
+    layers = times(2 * L + 1, there + back)
+    again = times(0 if keep_input else 2 * L + 1, there)
     return layers + times(3, loss), layers + again
 
 
@@ -154,7 +154,10 @@ def times(k, price):
     return Price(*(k * x for x in price))
 
 
-INSIDE = "attention", "linear proj", "gelu", "linear fc2"        # between a column and a row cut
+def between_cuts(kept):
+    """Say whether tensor parallelism cuts it: between a column cut and the next row cut."""
+    return (kept.operation in ("attention", "linear proj", "gelu", "linear fc2")
+            or kept.what == "mask of the weights")
 
 
 def tp_block_activations(B, T, D, H, p, K=None, w=4, tile=64, dropout=False, sequence=None):
@@ -163,10 +166,8 @@ def tp_block_activations(B, T, D, H, p, K=None, w=4, tile=64, dropout=False, seq
     sequence: None for tensor parallelism alone; "again" or "keep" for sequence parallelism that
     gathers a column-parallel layer's input again in backward, or keeps it."""
     def divisor(kept):
-        if kept.operation in INSIDE or kept.what == "mask of the weights":
-            return p
         gathered = kept.operation.startswith("linear") and sequence == "keep"
-        return p if sequence and not gathered else 1
+        return p if between_cuts(kept) or sequence and not gathered else 1
 
     return [kept._replace(bytes=kept.bytes // divisor(kept))
             for kept in block_activations(B, T, D, H, K, w, tile, dropout)]

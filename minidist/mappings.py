@@ -68,7 +68,7 @@ def reduce_scatter(x, comm, dim, sizes=None):
 def split(x, comm, dim, sizes=None):
     """Keep my piece of what everybody has.  No message forward.  [n] -> [n/p]"""
     sizes = sizes or chunks(x.shape[dim], comm.size)
-    mine = collectives.split(x.data, dim, sizes)[comm.rank].copy()    # a view would keep all of x alive
+    mine = collectives.split(x.data, dim, sizes)[comm.rank].copy()  # a view would keep all alive
     return Tensor(mine, (x,), lambda g: (collectives.all_gather(g, comm, dim, sizes),))
 
 
