@@ -27,8 +27,7 @@ def outgoing(x):
 def incoming(into):
     """Return the type code of an array that may be received into, or refuse it by name."""
     try:
-        flags = into.flags
-        if flags.c_contiguous and flags.writeable:
+        if into.flags.carray:                      # C-contiguous, writeable, aligned
             return CODES[into.dtype]
     except (AttributeError, KeyError):
         pass
@@ -51,7 +50,9 @@ def refusal(x, name):
         remedy = ("receive into a contiguous array, then copy" if name == "into"
                   else "send np.ascontiguousarray(x)")
         return ValueError(f"{what} {kind}; {remedy}")
-    return ValueError(f"{what} is read-only; receive into an array of your own")
+    if not x.flags.writeable:
+        return ValueError(f"{what} is read-only; receive into an array of your own")
+    return ValueError(f"{what} is not aligned in memory; receive into an array of your own")
 
 
 # -- what came is not what was expected ---------------------------------------------------------

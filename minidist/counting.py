@@ -58,6 +58,13 @@ class Event:
     kind: str                  # "send" or "recv"; a sendrecv is one of each
 
 
+class Log(list):
+    """A list of Events that is true even while it is empty: something is recording."""
+
+    def __bool__(self):
+        return True
+
+
 class Label:
     """`with` this, messages of a Comm are counted under one name."""
 
@@ -70,7 +77,7 @@ class Label:
         comm = self.comm
         comm._depth += 1
         if comm._depth == 1:
-            comm._label = self
+            comm._label, comm._count = self, self.count
             self.count.calls += 1
         if self.collective:
             comm._collectives += 1
@@ -81,7 +88,7 @@ class Label:
         comm = self.comm
         comm._depth -= 1
         if comm._depth == 0:
-            comm._label = None
+            comm._label = comm._count = None
         if self.collective:
             comm._collectives -= 1
             if comm._collectives == 0:
@@ -100,7 +107,7 @@ class Counting:
 
     def __init__(self):
         self.counts, self._labels, self._events = {}, {}, None
-        self._label, self._depth, self._collectives = None, 0, 0
+        self._label, self._count, self._depth, self._collectives = None, None, 0, 0
 
     def operation(self, name, detail=None):
         """`with` this, messages belong to one collective call, which every rank of the group makes.
@@ -138,11 +145,11 @@ class Counting:
     @contextmanager
     def recording(self):
         """Log every message of the block, in this group and those made from it, as Events."""
-        events = []
+        log = Log()
         for c in self._everyone():
-            c._events = events
+            c._events = log
         try:
-            yield events
+            yield log
         finally:
             for c in self._everyone():
                 c._events = None
@@ -151,22 +158,34 @@ class Counting:
 
     def _begin(self, kind, to, source, nbytes, incoming=0):
         """Count a message, and say what this thread is about to wait for."""
-        label = self._label
-        if label is None:
-            label = self.label(kind)
-            label.count.calls += 1
+        count = self._count or self._unlabelled(kind)
         if to is not None:
-            label.count.messages += 1
-            label.count.bytes += nbytes
+            count.messages += 1
+            count.bytes += nbytes
         self._status.now = self, kind, to, source, nbytes or incoming
-        if self._events is not None:
-            return label.name, to, source, nbytes, incoming, time.perf_counter()
+        return self._events and self._starts(kind, to, source, nbytes, incoming)
 
     def _end(self, started):
         self._status.now = None
-        if started is not None and self._events is not None:
-            op, to, source, nbytes, incoming, start = started
-            end = time.perf_counter()
-            for kind, peer, n in ("send", to, nbytes), ("recv", source, incoming):
-                if peer is not None:
-                    self._events.append(Event(self.rank, op, self.name, peer, n, start, end, kind))
+        if started:
+            self._log(started)
+
+    def _unlabelled(self, kind):
+        """The Count of messages that no label claims."""
+        count = self.counts.get(kind)
+        if count is None:
+            count = self.counts[kind] = Count()
+        count.calls += 1
+        return count
+
+    def _starts(self, kind, to, source, nbytes, incoming):
+        """What the log needs to know of a message before it begins."""
+        name = self._label.name if self._label else kind
+        return self._events, name, to, source, nbytes, incoming, time.perf_counter()
+
+    def _log(self, started):
+        events, op, to, source, nbytes, incoming, start = started
+        end = time.perf_counter()
+        for kind, peer, n in ("send", to, nbytes), ("recv", source, incoming):
+            if peer is not None:
+                events.append(Event(self.rank, op, self.name, peer, n, start, end, kind))

@@ -19,6 +19,7 @@ from mpi4py import MPI                                     # noqa: E402
 PIECE = int(os.environ.get("MINIDIST_PIECE", 2**30))
 SYNC = os.environ.get("MINIDIST_SYNC") == "1"              # every send waits for its receive
 MORE = 1 << 14
+BYTE, ANY_TAG = MPI.BYTE, MPI.ANY_TAG
 
 
 class MPIWire:
@@ -29,43 +30,45 @@ class MPIWire:
         self.status, self.statuses = status, statuses       # of this thread; of all of this rank
         self.ranks = MPI.Group.Translate_ranks(mpi.group, None, MPI.COMM_WORLD.group)
         self.came = MPI.Status()
+        self.Send, self.Recv, self.Sendrecv = mpi.Send, mpi.Recv, mpi.Sendrecv    # found once
 
     def send(self, x, to, tag):
         if SYNC or x.nbytes > PIECE:
             self.isend(x, to, tag).wait()
         else:
-            self.mpi.Send((x, x.nbytes, MPI.BYTE), to, tag)
+            self.Send((x, x.nbytes, BYTE), to, tag)
 
     def recv(self, into, source):
-        if into.nbytes > PIECE:
+        nbytes, came = into.nbytes, self.came
+        if nbytes > PIECE:
             return self.irecv(into, source).wait()
         try:
-            self.mpi.Recv((into, into.nbytes, MPI.BYTE), source, MPI.ANY_TAG, self.came)
+            self.Recv((into, nbytes, BYTE), source, ANY_TAG, came)
         except MPI.Exception as error:
-            return too_long(error, self.came, into.nbytes)
-        return self.came.Get_tag(), self.came.Get_count(MPI.BYTE)
+            return too_long(error, came, nbytes)
+        return came.Get_tag(), came.Get_count(BYTE)
 
     def sendrecv(self, x, to, tag, into, source):
-        if SYNC or x.nbytes > PIECE or into.nbytes > PIECE:
+        out, nbytes, came = x.nbytes, into.nbytes, self.came
+        if SYNC or out > PIECE or nbytes > PIECE:
             sent = self.isend(x, to, tag)
             came = self.recv(into, source)
             sent.wait()
             return came
         try:
-            self.mpi.Sendrecv((x, x.nbytes, MPI.BYTE), to, tag,
-                              (into, into.nbytes, MPI.BYTE), source, MPI.ANY_TAG, self.came)
+            self.Sendrecv((x, out, BYTE), to, tag, (into, nbytes, BYTE), source, ANY_TAG, came)
         except MPI.Exception as error:
-            return too_long(error, self.came, into.nbytes)
-        return self.came.Get_tag(), self.came.Get_count(MPI.BYTE)
+            return too_long(error, came, nbytes)
+        return came.Get_tag(), came.Get_count(BYTE)
 
     def isend(self, x, to, tag):
         begin = self.mpi.Issend if SYNC else self.mpi.Isend
         parts = pieces(x)
-        return Handle([(begin((part, part.nbytes, MPI.BYTE), to, tag + MORE * more), part)
+        return Handle([(begin((part, part.nbytes, BYTE), to, tag + MORE * more), part)
                        for part, more in parts])
 
     def irecv(self, into, source):
-        return Handle([(self.mpi.Irecv((part, part.nbytes, MPI.BYTE), source, MPI.ANY_TAG), part)
+        return Handle([(self.mpi.Irecv((part, part.nbytes, BYTE), source, ANY_TAG), part)
                        for part, _ in pieces(into)])
 
     # -- groups and streams -----------------------------------------------------------------
@@ -127,7 +130,7 @@ class Handle:
                 request.Wait(status)
             except MPI.Exception as error:
                 return too_long(error, status, part.nbytes)
-            left, tag, total = left - 1, status.Get_tag(), total + status.Get_count(MPI.BYTE)
+            left, tag, total = left - 1, status.Get_tag(), total + status.Get_count(BYTE)
             if tag & MORE and left:
                 tag -= MORE                        # as it should be: another piece follows
             elif left:
@@ -141,7 +144,7 @@ def too_long(error, status, nbytes):
     if error.Get_error_class() != MPI.ERR_TRUNCATE:
         raise error
     told = re.findall(r"(\d+) bytes received but buffer size is (\d+)", str(error))
-    sizes = [int(n) for pair in told for n in pair] + [status.Get_count(MPI.BYTE)]
+    sizes = [int(n) for pair in told for n in pair] + [status.Get_count(BYTE)]
     return status.Get_tag(), max(*sizes, nbytes + 1)
 
 

@@ -47,7 +47,8 @@ class Net:
 
     def exit(self, code=None):
         """Take the place of sys.exit, whose status nobody else gets to see."""
-        self.code = code
+        if threading.current_thread() is threading.main_thread():
+            self.code = code
         raise SystemExit(code)
 
     def mark(self, end):
@@ -168,6 +169,6 @@ def refuse(error):
 
 
 def leaving(code):
-    """Note the status of a SystemExit that did not come from sys.exit."""
+    """Note the status with which this process is about to leave."""
     if _net is not None:
         _net.code = code
