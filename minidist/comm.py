@@ -218,6 +218,10 @@ class Request:
         self.comm, self.started, self.handle, self.x, self.tag = comm, started, handle, x, tag
         self.now = comm, kind, to, source, x.nbytes
 
+    def ready(self):
+        """Would wait() return at once?"""
+        return self.handle is None or self.handle.ready()
+
     def wait(self):
         """Block until it is done; return the array: of a receive, filled."""
         if self.handle is None:

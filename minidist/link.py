@@ -72,6 +72,9 @@ class Sent:
     def __init__(self, header, message, free):
         self.header, self.message, self.free = header, message, free
 
+    def ready(self):
+        return self.message.ready() and time.monotonic() >= self.free
+
     def wait(self):
         self.header.wait()
         self.message.wait()
@@ -84,6 +87,11 @@ class Coming:
     def __init__(self, link, header, start, message, nbytes):
         self.link, self.header, self.start = link, header, start
         self.message, self.nbytes = message, nbytes
+
+    def ready(self):
+        """Roughly: is it here, and the time that its way takes over?"""
+        way = self.link.latency + self.nbytes / self.link.bandwidth
+        return self.message.ready() and time.monotonic() >= self.start[0] + way
 
     def wait(self):
         tag, nbytes = self.header.wait()

@@ -122,6 +122,9 @@ class Handle:
     def __init__(self, parts):
         self.parts = parts
 
+    def ready(self):
+        return all(request.Get_status() for request, _ in self.parts)
+
     def wait(self):
         """Block until it is done; a receive returns what came: (tag, nbytes)."""
         total, status, left = 0, MPI.Status(), len(self.parts)

@@ -72,7 +72,8 @@ def row(rank, status, age=0.0):
     if now is not None:
         comm, made.kind, to, source, made.nbytes = now
         made.group, made.members = comm.name, tuple(comm.ranks)
-        made.op, made.number, made.detail = comm.current()
+        made.op, made.number, detail = comm.current()
+        made.detail = "" if detail is None else str(detail)[:100]
         made.to = None if to is None else comm.ranks[to]
         made.source = None if source is None else comm.ranks[source]
     return made

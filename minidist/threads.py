@@ -115,6 +115,9 @@ class Handle:
     def __init__(self, wire, letter):
         self.wire, self.letter = wire, letter
 
+    def ready(self):
+        return self.letter.done
+
     def wait(self):
         """Block until it is done; a receive returns what came: (tag, nbytes)."""
         world = self.wire.world

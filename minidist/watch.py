@@ -43,8 +43,9 @@ class Table:
 
     def write(self, rank, rows):
         """Replace a rank's row: one entry per thread."""
-        text = json.dumps([vars(row) for row in rows]).encode()
-        self.map[ROW * (1 + rank):ROW * (2 + rank)] = text[:ROW].ljust(ROW)
+        text = json.dumps([vars(row) for row in rows], default=str).encode()
+        if len(text) <= ROW:                      # else it keeps an older one, which shows its age
+            self.map[ROW * (1 + rank):ROW * (2 + rank)] = text.ljust(ROW)
 
     def read(self):
         """The rows of all ranks that have ever written one, in rank order."""
