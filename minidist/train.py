@@ -14,9 +14,8 @@ Lesson: python -m lessons.step
 import hashlib
 import json
 import math
-import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +25,7 @@ from minidist.data import Corpus, default_text, read_text
 from minidist.mesh import DeviceMesh
 from minidist.optim import SGD, AdamW, warmup_cosine
 from minidist.placement import join, total
+from minidist.progress import History, Progress, draw
 from minidist.step import TOKENS, train_step
 from minidist.tensor import no_grad
 
@@ -90,20 +90,6 @@ class Run:
     twin: verify.Twin | None                                # the same training in one process
 
 
-@dataclass
-class History:
-    """Record what training did."""
-    losses: list = field(default_factory=list)              # one per optimizer step
-    val_losses: list = field(default_factory=list)
-    val_steps: list = field(default_factory=list)           # optimizer steps taken before each
-    tokens: int = 0
-    seconds: float = 0.0                                    # in training steps alone
-
-    @property
-    def tokens_per_s(self):
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-
 def build(args):
     """Make everything the run needs; raise BadInput for what cannot be made."""
     sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
@@ -148,32 +134,30 @@ def make_optimizer(params, args, config):
 
 
 def fit(run, args, progress):
-    """Take all steps.  -> History"""
+    """Take all steps, or as many as --verify finds equal.  -> History"""
     history = History()
-    due = {args.steps * i // VALIDATIONS for i in range(VALIDATIONS + 1)}
+    due = {args.steps * i // VALIDATIONS for i in range(VALIDATIONS)}
     for step in range(args.steps):
         if step in due:
-            validate(run, args, history, step)
+            validate(run, args, history)
             progress.mark(history)
         began = time.perf_counter()
         batch = run.corpus.batch(args.batch, args.seed, step)
         result = train_step(run.model, batch, run.optimizer, run.mesh, args.grad_accum,
                             max_norm=args.clip or None)
-        history.seconds += time.perf_counter() - began
-        history.tokens += result.count
-        history.losses.append(result.loss)
+        history.add(result, time.perf_counter() - began)
+        progress.move(history)
         if not math.isfinite(result.loss):
             raise BadInput(f"the loss is {result.loss} at step {step}; use a smaller --lr than "
                            f"the {run.optimizer.rate:.2g} of this step")
-        progress.move(history)
         if run.twin and not run.twin.check(result, run.model, batch, args.clip or None).equal:
             break
-    validate(run, args, history, args.steps)
+    validate(run, args, history)
     progress.mark(history)
     return history
 
 
-def validate(run, args, history, step):
+def validate(run, args, history):
     """Measure the mean loss on text that is never trained on, always the same windows."""
     loss = count = 0
     with no_grad():
@@ -183,7 +167,7 @@ def validate(run, args, history, step):
             count += batch.count
     loss, count = total([loss, count], run.mesh, TOKENS)
     history.val_losses.append(loss / count)
-    history.val_steps.append(step)
+    history.val_steps.append(len(history.losses))
 
 
 def whole(run, dtype):
@@ -213,39 +197,6 @@ def sample(model, corpus, args):
 
 # ------------------------------------------------------------------------------ what is shown
 
-class Progress:
-    """Show how far training is: one moving line on a terminal, else a line per validation."""
-
-    def __init__(self, steps, show=True):
-        self.steps, self.began = steps, time.perf_counter()
-        self.moving, self.lines = show and sys.stdout.isatty(), show and not sys.stdout.isatty()
-
-    def line(self, history):
-        done = len(history.losses)
-        left = (time.perf_counter() - self.began) * (self.steps - done) / max(done, 1)
-        loss = f"{history.losses[-1]:.3f}" if done else "    -"
-        rate = f"{history.tokens_per_s:>9,.0f} tokens/s   {clock(left)} left" if done else ""
-        return (f"step {done:>6}/{self.steps}   loss {loss}   validation "
-                f"{history.val_losses[-1]:.3f}   {rate}").rstrip()
-
-    def move(self, history):
-        if self.moving:
-            print(f"\r{self.line(history)}\x1b[K", end="", flush=True)
-
-    def mark(self, history):
-        if self.lines:
-            print(self.line(history))
-        elif self.moving and len(history.losses) == self.steps:
-            print(f"\r{self.line(history)}\x1b[K")
-
-
-def clock(seconds):
-    """Write a duration.  75 -> '1:15'"""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
 def headline(run, args):
     """Say in two lines what is about to be trained on what."""
     c = run.config
@@ -273,18 +224,6 @@ def report(args, history, verdict, text, fingerprint):
             "flags": {k: v for k, v in vars(args).items() if k not in ("out", "json")}}
 
 
-def draw(history, path):
-    """Draw training and validation loss over steps."""
-    from matplotlib.figure import Figure                    # needs no display
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(range(1, len(history.losses) + 1), history.losses, lw=0.8, label="training")
-    axes.plot(history.val_steps, history.val_losses, "o-", label="validation")
-    axes.set(xlabel="optimizer step", ylabel="loss per character (nats)")
-    axes.legend()
-    flags.write(path, lambda file: figure.savefig(file, format="png", dpi=120))
-
-
 # ------------------------------------------------------------------------------ the command
 
 def main():
@@ -297,8 +236,8 @@ def main():
         print(headline(run, args))
         if args.audit:
             print("\n" + audit(run.model.parameters()) + "\n")
-    with np.errstate(over="ignore", invalid="ignore"):      # seen in the loss
-        history = fit(run, args, Progress(args.steps, show=first))
+    with Progress(args.steps, show=first) as progress, np.errstate(over="ignore", invalid="ignore"):
+        history = fit(run, args, progress)
     model = whole(run, np.dtype(args.dtype))
     verdict = run.twin.verdict if run.twin else None
     if first:

@@ -16,13 +16,15 @@ ROWS = [
     "algorithms collectives gpt",
     "mappings placement buckets",
     "dp zero tp sp cp pp ep recompute offload precision compress",
-    "step ledger trace verify checkpoint parallel train bench simulate plan doctor",
+    "step ledger trace verify checkpoint parallel progress train bench_fit "
+    "bench_collectives bench simulate plan doctor",
 ]
 PLACE = {name: (row, column) for row, names in enumerate(ROWS)
          for column, name in enumerate(names.split())}
 STRATEGIES = ROWS[4].split()
 PAIRED = STRATEGIES + ["ring", "collectives", "mesh", "checkpoint"]
-PRINTS = {"train", "bench", "doctor", "simulate", "plan", "mesh"}   # they are commands
+PRINTS = {"train", "progress", "bench", "bench_collectives", "bench_fit", "doctor", "simulate",
+          "plan", "mesh"}                                         # they are commands, or parts
 MPI = {"comm", "processes"}                                       # comm, and its wire over MPI
 LONGEST = {"lessons/kit.py": 400}                                 # every other file: 320 lines
 

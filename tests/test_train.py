@@ -1,5 +1,4 @@
 """The training step in pieces, and the command: repeatable, plain about mistakes, whole files."""
-import io
 import json
 import subprocess
 import sys
@@ -178,23 +177,3 @@ def test_help_shows_an_example(monkeypatch, capsys):
         train.main()
     assert end.value.code == 0
     assert "example: python -m minidist.train --preset nano" in capsys.readouterr().out
-
-
-def test_one_moving_line_on_a_terminal(monkeypatch):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdout", terminal)
-    progress, history = train.Progress(3), train.History(val_losses=[2.0])
-    for _ in range(3):
-        progress.mark(history)
-        history.losses.append(1.0)
-        progress.move(history)
-    progress.mark(history)
-    text = terminal.getvalue()
-    assert text.count("\r") == 4 and text.count("\n") == 1 and text.endswith("\n")
-    assert "step      3/3   loss 1.000   validation 2.000" in text.split("\r")[-1]
-    assert train.Progress(3, show=False).moving is False
-
-
-def test_clock():
-    assert [train.clock(s) for s in (0, 75, 3725)] == ["0:00", "1:15", "1:02:05"]
