@@ -8,6 +8,7 @@ import os
 import queue
 import re
 import threading
+import warnings
 
 import mpi4py
 
@@ -158,7 +159,9 @@ def start():
     if not MPI.Is_initialized():
         if "OMPI_COMM_WORLD_SIZE" in os.environ and MPI.get_vendor()[0] != "Open MPI":
             raise BadInput(wrong_launcher())       # MPI_Init would end in a riddle
-        MPI.Init_thread()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")        # mpi4py's on a suspicious launcher: see below
+            MPI.Init_thread()
     if MPI.COMM_WORLD.size == 1 and (environment.size() or 1) > 1:
         raise BadInput("every rank believes it is rank 0 of 1: " + wrong_launcher())
     status = report.Status(threading.get_ident())
