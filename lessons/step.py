@@ -165,9 +165,13 @@ def no_bias_correction(self, p, scale):
 # ---- what the screens above count
 
 def setting():
-    """A small GPT on real text, in float64, and a batch of which some targets do not count."""
+    """A small GPT on real text, in float64, and a batch of which some targets do not count.
+
+    Nothing in it is exactly 0 or 1: a forgotten bias, or factor, must make a difference."""
     corpus = Corpus(default_text()[:20000], 16)
     model = GPT(preset("lesson", corpus.vocab), dtype=np.float64)
+    for p in model.parameters():
+        p.data += nn.init(p.name + ".off", p.shape, std=0.05, dtype=np.float64)
     batch = corpus.batch(ROWS, seed=0, step=0)
     batch = replace(batch, targets=batch.targets.copy())
     batch.targets[0, :8] = functional.IGNORE
@@ -208,7 +212,6 @@ def bridge(model):
             ("no dropout: neither masks of one byte, nor a second copy of the attention weights",
              -2 * N * D - 3 * pairs),
             ("float64: 8 bytes per number instead of 2", 3 * (32 * N * D + 2 * pairs)),
-            ("attention keeps q / sqrt(e), not only q", 8 * N * D),
             ("each layer_norm keeps 1/deviation of its rows", 2 * 8 * N)]
 
 

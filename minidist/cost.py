@@ -42,8 +42,8 @@ def block_activations(B, T, D, H, K=None, w=4, tile=64, dropout=False):
     rows = [
         Kept("layer_norm", "normalised rows, 1/deviation", "N D + N", (N * D + N) * w),
         Kept("linear qkv", "its input", "N D", N * D * w),
-        Kept("attention", "q, k, v, q/sqrt(e), output, weights", "N (3D + 2Ke) + B H T^2",
-             (N * (3 * D + kv) + B * H * tiles(T, tile)) * w),
+        Kept("attention", "q, k, v, output, weights", "N (2D + 2Ke) + B H T^2",
+             (N * (2 * D + kv) + B * H * tiles(T, tile)) * w),
         Kept("linear proj", "its input, attention's output", "0", 0),
         Kept("layer_norm", "normalised rows, 1/deviation", "N D + N", (N * D + N) * w),
         Kept("linear fc1", "its input", "N D", N * D * w),

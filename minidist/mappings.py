@@ -32,9 +32,9 @@ Paper:  Shoeybi et al. 2019, "Megatron-LM", section 3 (copy_to is its f, reduce_
 """
 import numpy as np
 
-from . import collectives
-from .cost import chunks
-from .tensor import Tensor
+from minidist import collectives
+from minidist.cost import chunks
+from minidist.tensor import Tensor
 
 
 def copy_to(x, comm):

@@ -23,9 +23,9 @@ import functools
 
 import numpy as np
 
-from . import BadInput, collectives, functional
-from .mappings import all_gather, reduce_scatter
-from .tensor import Tensor, no_grad
+from minidist import BadInput, collectives, functional
+from minidist.mappings import all_gather, reduce_scatter
+from minidist.tensor import Tensor, no_grad
 
 TOKENS = 1                                                     # the dimension of T in [B, T, D]
 

@@ -26,13 +26,13 @@ from fnmatch import fnmatch
 
 import numpy as np
 
-from . import BadInput, functional, nn
-from .collectives import all_reduce
-from .cost import chunks
-from .functional import IGNORE
-from .mappings import all_gather, copy_to, gather, reduce_from
-from .placement import Shard, cut
-from .tensor import Tensor
+from minidist import BadInput, functional, nn
+from minidist.collectives import all_reduce
+from minidist.cost import chunks
+from minidist.functional import IGNORE
+from minidist.mappings import all_gather, copy_to, gather, reduce_from
+from minidist.placement import Shard, cut
+from minidist.tensor import Tensor
 
 
 # ------------------------------------------------------------------------------ the layers
