@@ -3,6 +3,8 @@
 MPI sends memory, not meaning. A Fortran-ordered array arrives transposed, a float32 message fills
 half of a float64 buffer, and neither is an error to MPI. So every array is looked at first.
 """
+import math
+
 import numpy as np
 
 from minidist.counting import COLLECTIVES, code_of
@@ -11,6 +13,7 @@ from minidist.link import HEADER
 # A tag, in the 15 bits that every MPI has:  more pieces follow 1 | type 4 | operation 5 | number 5
 DTYPES = [np.dtype(t) for t in ("f4", "f8", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1",
                                 "?", "c8", "c16")]
+PAGE = 4096
 CODES = {dtype: code << 10 for code, dtype in enumerate(DTYPES, start=1)}
 
 
@@ -32,6 +35,21 @@ def incoming(into):
     except (AttributeError, KeyError):
         pass
     raise refusal(into, "into")
+
+
+def apart(shape, dtype):
+    """A new array whose address lies half a page off those that NumPy hands out.
+
+    Large arrays often begin at the same place of a page, or 16 bytes further. Copying between two
+    such pages, 1 to 31 bytes apart, is the slow case of x86: measured 4 times slower at 1 MB.
+    """
+    dtype = np.dtype(dtype)
+    nbytes = dtype.itemsize * math.prod(shape)
+    if nbytes < PAGE:                              # small ones do not feel it
+        return np.empty(shape, dtype)
+    raw = np.empty(nbytes + PAGE, "u1")
+    start = (PAGE // 2 - raw.ctypes.data) % PAGE
+    return raw[start:start + nbytes].view(dtype).reshape(shape)
 
 
 def refusal(x, name):

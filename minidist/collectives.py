@@ -22,6 +22,7 @@ from math import prod
 import numpy as np
 
 from minidist.algorithms import ALGORITHMS, chosen, find                        # noqa: F401
+from minidist.buffers import apart
 from minidist.cost import chunks
 from minidist.ring import cut
 
@@ -32,7 +33,7 @@ def all_reduce(x, comm, op="sum", out=None, algorithm=None):
     """Sum (or max) over ranks; out=x: in place.  any shape -> same shape"""
     add, out = function(op), start(x, out)
     algorithm, fn = find("all_reduce", algorithm, out.nbytes, comm.size)
-    with comm.operation("all_reduce", (algorithm, op, out.shape, out.dtype)):
+    with comm.operation("all_reduce", (algorithm, op, out.shape, out.dtype.str)):
         fn(out.reshape(-1), comm, add)
     return out
 
@@ -46,7 +47,7 @@ def reduce_scatter(x, comm, dim=0, sizes=None, op="sum", out=None, algorithm=Non
     mine = result(pieces[comm.rank].shape, x.dtype, out)
     lengths = [piece.size for piece in pieces]
     algorithm, fn = find("reduce_scatter", algorithm, x.nbytes, comm.size)
-    with comm.operation("reduce_scatter", (algorithm, op, x.shape, x.dtype, lengths)):
+    with comm.operation("reduce_scatter", (algorithm, op, x.shape, x.dtype.str, lengths)):
         if algorithm == "pairwise" and follow_each_other(x, dim):
             fn(x.reshape(-1), lengths, mine.reshape(-1), comm, add)
         else:
@@ -65,7 +66,7 @@ def all_gather(x, comm, dim=0, sizes=None, out=None, algorithm=None):
     pieces = split(whole, dim, sizes)
     lengths = [piece.size for piece in pieces]
     algorithm, fn = find("all_gather", algorithm, whole.nbytes, comm.size)
-    with comm.operation("all_gather", (algorithm, whole.shape, x.dtype, lengths)):
+    with comm.operation("all_gather", (algorithm, whole.shape, x.dtype.str, lengths)):
         if follow_each_other(whole, dim):
             pieces[comm.rank][...] = x
             fn(whole.reshape(-1), lengths, comm)
@@ -84,20 +85,20 @@ def broadcast(x, comm, root=0, out=None, algorithm=None):
     On the other ranks only the shape and dtype of x matter."""
     out = start(x, out)
     algorithm, fn = find("broadcast", algorithm, out.nbytes, comm.size)
-    with comm.operation("broadcast", (algorithm, root, out.shape, out.dtype)):
+    with comm.operation("broadcast", (algorithm, root, out.shape, out.dtype.str)):
         fn(out.reshape(-1), comm, root)
     return out
 
 
-def reduce(x, comm, root=0, op="sum", algorithm=None):
+def reduce(x, comm, root=0, op="sum", out=None, algorithm=None):
     """Sum (or max) over ranks: the result on root, None elsewhere.  any shape -> same shape"""
     x, add = np.asarray(x), function(op)
     if comm.rank == root:
-        out = np.array(x, order="C")
+        out = start(x, out)
     else:                                                   # partial sums need a place too
         out = copied([x], [x.size], comm)
     algorithm, fn = find("reduce", algorithm, x.nbytes, comm.size)
-    with comm.operation("reduce", (algorithm, op, root, x.shape, x.dtype)):
+    with comm.operation("reduce", (algorithm, op, root, x.shape, x.dtype.str)):
         fn(out.reshape(-1), comm, root, add)
     return out if comm.rank == root else None
 
@@ -109,7 +110,7 @@ def scatter(x, comm, root=0, sizes=None):
     x = np.asarray(x)
     pieces = pieces_of(x, 0, sizes, comm)
     mine = np.array(pieces[comm.rank], order="C")
-    with comm.operation("scatter", (root, [len(piece) for piece in pieces], x.dtype)):
+    with comm.operation("scatter", (root, [len(piece) for piece in pieces], x.dtype.str)):
         if comm.rank != root:
             comm.recv(mine, source=root)
         else:
@@ -125,7 +126,7 @@ def gather(x, comm, root=0, sizes=None):
     x = np.ascontiguousarray(x)
     sizes = sizes or [len(x)] * comm.size
     check_mine(len(x), sizes, comm)
-    with comm.operation("gather", (root, list(sizes), x.dtype)):
+    with comm.operation("gather", (root, list(sizes), x.dtype.str)):
         if comm.rank != root:
             comm.send(x, root)
             return None
@@ -151,7 +152,7 @@ def all_to_all(pieces, comm, shapes=None, out=None, algorithm=None):
     nbytes = sum(piece.nbytes for piece in pieces)
     algorithm, fn = find("all_to_all", algorithm, nbytes, comm.size)
     check_pieces(pieces, algorithm, comm)
-    with comm.operation("all_to_all", (algorithm, pieces[0].dtype)):
+    with comm.operation("all_to_all", (algorithm, pieces[0].dtype.str)):
         fn([piece.reshape(-1) for piece in pieces], [piece.reshape(-1) for piece in received], comm)
     return received
 
@@ -167,9 +168,8 @@ def function(op):
 
 def start(x, out):
     """The contiguous array that holds x now and takes the result later: out, or a copy of x."""
-    if out is None:
-        return np.array(x, order="C")
-    out = result(np.shape(x), x.dtype, out)
+    x = np.asarray(x)
+    out = result(x.shape, x.dtype, out)
     if out is not x:
         out[...] = x
     return out
@@ -178,7 +178,7 @@ def start(x, out):
 def result(shape, dtype, out):
     """The array that takes the result: out, if it can, or a new one."""
     if out is None:
-        return np.empty(shape, dtype)
+        return apart(shape, dtype)
     if out.shape != shape or out.dtype != dtype:
         raise ValueError(f"out is {out.dtype} {list(out.shape)}, the result {dtype} {list(shape)}")
     if not out.flags.c_contiguous or not out.flags.writeable:

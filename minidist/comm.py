@@ -18,7 +18,7 @@ import os
 import numpy as np
 
 from minidist import BadInput, agree, environment, link, threads
-from minidist.buffers import CODES, incoming, outgoing, unlike
+from minidist.buffers import CODES, apart, incoming, outgoing, unlike
 from minidist.counting import Counting
 from minidist.stream import Stream
 from minidist.threads import Deadlock                                        # noqa: F401
@@ -164,7 +164,7 @@ class Comm(Counting):
         nbytes = n * np.dtype(dtype).itemsize
         buffer = self._scratch.get(slot)
         if buffer is None or buffer.size < nbytes:
-            buffer = self._scratch[slot] = np.empty(nbytes, "u1")
+            buffer = self._scratch[slot] = apart((nbytes,), "u1")
         return buffer[:nbytes].view(dtype)
 
     # -- groups, streams, links -----------------------------------------------------------
