@@ -87,7 +87,7 @@ def main(lesson):
     lesson.break_it(lost_remainder)
     lesson.takeaway("Ask of a collective: who ends up with what, and which port carries most?",
                     field="the same names in torch.distributed and NCCL; MPI_Allreduce and so on",
-                    tries=["make a broadcast of a large array from two other moves: what does it cost?",
+                    tries=["make a broadcast of a large array from two other moves: at what price?",
                            "write tree.broadcast, tree.reduce, alltoall.pairwise: --stub mine.py"])
 
 

@@ -5,7 +5,7 @@
 
 The grade is the lesson's own proof: the same values, bytes and messages are demanded of the
 reader's functions as of the module's. It runs on 1, 2, 3 and 4 thread ranks, with sends that wait
-for their receivers, and then on the ranks of the job.
+for their receivers, and then on the ranks of the job; it stops where something is wrong.
 """
 import ast
 import inspect
@@ -94,7 +94,8 @@ def origins(module):
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             where[node.name] = f"from {module.__name__} import"
         elif isinstance(node, ast.Assign):
-            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            names = [n.id for target in node.targets for n in ast.walk(target)
+                     if isinstance(n, ast.Name)]
             where.update((name, f"from {module.__name__} import") for name in names)
     return where
 
@@ -137,7 +138,7 @@ def try_on(lesson, ranks):
 
 
 def report(lesson, ranks, outcome, kind="ranks"):
-    """One line for one size, more where it failed.  -> whether to go on"""
+    """One line for one size, more where it failed.  -> whether it passed"""
     label = "1 rank" if ranks == 1 else f"{ranks} {kind}"
     counts = f"{len(outcome.checks)} checks, {len(outcome.ledger)} counts"
     lesson.say(f"{label:12} {counts:24} " + ("ok" if outcome.ok else "FAILED"))
@@ -150,4 +151,4 @@ def report(lesson, ranks, outcome, kind="ranks"):
     lesson.counts += outcome.ledger
     if not outcome.ok and (outcome.error or not outcome.checks):
         lesson.checks.append(dict(name=f"runs on {label}", error=None, bound=0.0, ok=False))
-    return not outcome.error
+    return outcome.ok

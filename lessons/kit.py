@@ -62,7 +62,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from lessons import exercises, substitute, tables
-from lessons.script import ask, parse, read
+from lessons.script import ask, parse, read, terminal
 from lessons.substitute import breaks
 from lessons.tables import duration, fold, size
 from minidist import launch
@@ -87,18 +87,16 @@ def run_on_threads(main, ranks, argv=()):
 
 def _command(script, argv):
     options = parse(script, argv)
-    if options.predict == "ask":
-        os.environ["MINIDIST_TIMEOUT"] = "0"               # the others wait while the reader thinks
+    options.processes = True                               # which may sleep; threads wait exactly
     with substitute.patched(*exercises.replacements(script, options.mine)):
         return 0 if _session(world(), script, options, sys.stdout)["ok"] else 1
 
 
-def _session(comm, script, options, out):
+def _session(comm, script, options, out, ranks=None):
     """One run on this rank, as the options ask for.  -> JSON dict, the same on every rank"""
     lesson, start = Lesson(comm, script, options, out), time.perf_counter()
     if script.alone and comm.size > 1:
-        result = lesson.share(lambda: _session(solo(), script, options, out))
-        return dict(result, ranks=comm.size)
+        return lesson.share(lambda: _session(solo(), script, options, out, comm.size))
     if options.help:
         lesson.say(options.help_text)
     elif options.stub:
@@ -111,7 +109,7 @@ def _session(comm, script, options, out):
         lesson.print_lines("", *script.header)
         script.main(lesson)
         lesson.print_end(time.perf_counter() - start)
-    result = lesson.result(time.perf_counter() - start)
+    result = lesson.result(time.perf_counter() - start, ranks or comm.size)
     if options.json and comm.rank == 0:
         with open(options.json, "w") as file:
             json.dump(result, file, indent=1)
@@ -139,6 +137,7 @@ class Lesson:
         self.side = comm.split(0, name="kit")              # its messages are not the lesson's
         self.checks, self.counts, self.broken = [], [], []
         self.parts, self.last, self.terse = 0, "", False    # terse: print only what is wrong
+        self.can_ask = terminal()
 
     # ---- showing
 
@@ -185,9 +184,9 @@ class Lesson:
         """Let the reader commit a number before it is shown (--predict), then explain the gap.
 
         mistakes: {wrong number: what was overlooked}.  Without --predict: question and answer."""
-        if self.comm.rank:
-            return
-        guess = ask(self, f"{question}  [{unit or 'a number'}] ")
+        guess = None
+        if self.options.predict is not None:
+            guess = self.share(lambda: ask(self, f"{question}  [{unit or 'a number'}] "))
         right = f"{tables.cell(answer)} {unit}".strip()
         if guess is None:
             return self._wrapped(f"{question}  {right}" + (f": {why}" if why else ""))
@@ -260,23 +259,30 @@ class Lesson:
         return values
 
     def share(self, make):
-        """Let rank 0 compute a small value while the others wait for it."""
-        return self.collect(make() if self.comm.rank == 0 else None)[0]
+        """Let rank 0 compute a small value while the others sleep: its core is needed."""
+        if self.side.rank:
+            return _recv_text(self.side, 0, asleep=self.options.processes)
+        value = make()
+        for r in range(1, self.side.size):
+            _send_text(self.side, value, r)
+        return value
 
     def quietly(self, comm, out=None):
         """A lesson like this one on another communicator, without pictures or questions."""
-        options = SimpleNamespace(**dict(vars(self.options), no_figure=True, predict=None))
+        options = SimpleNamespace(**dict(vars(self.options), no_figure=True, predict=None,
+                                         processes=False))
         quiet = Lesson(comm, self.script, options, out or io.StringIO())
         quiet.terse = True
         return quiet
 
     # ---- ending
 
-    def result(self, seconds):
-        """All that was checked, as data."""
+    def result(self, seconds, ranks):
+        """All that was checked, as data.  JSON knows no infinity: such an error is None"""
         records = self.checks + self.counts + self.broken
-        return dict(lesson=self.script.name, ranks=self.comm.size, seconds=round(seconds, 3),
-                    checks=self.checks, ledger=self.counts, breaks=self.broken,
+        checks = [dict(c, error=c["error"] if c["error"] != np.inf else None) for c in self.checks]
+        return dict(lesson=self.script.name, ranks=ranks, seconds=round(seconds, 3),
+                    checks=checks, ledger=self.counts, breaks=self.broken,
                     ok=all(record["ok"] for record in records))
 
     def print_end(self, seconds):
@@ -315,6 +321,10 @@ def _send_text(comm, value, to):
     comm.send(text, to)
 
 
-def _recv_text(comm, source):
-    length = comm.recv(np.empty(1, np.int64), source)
+def _recv_text(comm, source, asleep=False):
+    length = np.empty(1, np.int64)
+    coming = comm.irecv(length, source)
+    while asleep and not coming.ready():
+        time.sleep(0.005)
+    coming.wait()
     return json.loads(comm.recv(np.empty(length[0], np.uint8), source).tobytes())

@@ -57,7 +57,7 @@ def main(lesson):
     alpha, beta = measured_link(lesson)
     lesson.say(f"""
         alpha {kit.duration(alpha)}, beta {kit.duration(1e6 * beta)} per MB. Recursive doubling:
-        log p steps of S; ring: 2(p-1) steps of S/p; equally long at {crossover(p, alpha, beta)}.""")
+        log p steps of S; ring: 2(p-1) of S/p; equally long at S = {crossover(p, alpha, beta)}.""")
     sizes = [64, 4096, 65536, 1 << 20]
     times = [[timed(lesson, algorithm, size) for algorithm in ALGORITHMS] for size in sizes]
     lesson.table([f"measured, p = {p}", "to the root", "recursive doubling", "ring", "double tree"],
@@ -218,7 +218,7 @@ def crossover(p, alpha, beta):
     log = math.log2(p)
     more_steps, fewer_bytes = 2 * (p - 1) - log, log - 2 * (p - 1) / p
     if fewer_bytes <= 0:
-        return "no size (on two ranks, doubling sends no more)"
+        return "no size"
     return kit.size(round(alpha * more_steps / (beta * fewer_bytes)))
 
 

@@ -66,7 +66,7 @@ def parse(script, argv):
     for flag, text in script.flags.items():
         add("--" + flag, metavar="VALUE", help=text)
     options = parser.parse_args(list(argv))
-    options.help_text = parser.format_help()
+    options.help_text, options.processes = parser.format_help(), False
     _check(script, options)
     return options
 
@@ -96,11 +96,10 @@ def ask(lesson, question):
     given = lesson.options.predict
     if isinstance(given, list):
         return given.pop(0) if given else None
-    if given is None:
-        return None
-    if not terminal():
-        lesson.options.predict = None
-        lesson.say("(no terminal to type on: use -n N in place of mpirun, or --predict 6,2,1.5)")
+    if not lesson.can_ask:
+        if lesson.can_ask is not None:
+            lesson.say("(no terminal to type on: use -n N, not mpirun, or --predict 6,2,1.5)")
+        lesson.can_ask = None                              # said once is enough
         return None
     try:
         return float(typed(lesson, question))

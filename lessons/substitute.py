@@ -47,10 +47,9 @@ def patched(*replacements):
     try:
         for owner, name, new in replacements:
             old = vars(owner)[name]
-            if isinstance(owner, type):
-                undo.append((setattr, owner, name, old))
-                setattr(owner, name, new)
-            else:
+            undo.append((setattr, owner, name, old))
+            setattr(owner, name, new)
+            if not isinstance(owner, type):
                 _rebind(old, new, undo)
         yield
     finally:

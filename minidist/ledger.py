@@ -1,4 +1,4 @@
-"""The memory ledger: bytes of parameters, gradients, optimizer state and activations, from real arrays.
+"""Ledger: bytes of parameters, gradients, optimizer state and activations, from real arrays.
 
     P   parameters        what the model is                 |  the same, whatever the batch
     G   gradients         grows while backward runs         |

@@ -1,0 +1,369 @@
+"""The lessons' kit, on a lesson made for the purpose."""
+import io
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from lessons import kit, script, substitute, tables
+from lessons.__main__ import ORDER, existing
+from minidist import BadInput, ring
+from minidist.comm import run_threads
+from tests.mpi import execute, need_mpi
+
+RING = "from minidist.ring import cut\nfrom minidist.cost import chunks\nimport numpy as np\n"
+GOOD = """
+def reduce_scatter(chunks, comm, op=np.add):
+    incoming = comm.scratch(max(chunk.size for chunk in chunks), chunks[0].dtype)
+    for step in range(1, comm.size):
+        mine = chunks[comm.rank - step - 1]
+        op(mine, comm.shift(chunks[comm.rank - step], into=incoming[:mine.size]), out=mine)
+
+def all_gather(chunks, comm):
+    for step in range(comm.size - 1):
+        comm.shift(chunks[comm.rank - step], into=chunks[comm.rank - step - 1])
+"""
+
+
+def lesson(main, ranks=2, argv=(), **names):
+    """Run main(lesson) as if it were a module of its own."""
+    main.__globals__.update(prove=names.pop("prove", main), EXERCISE=names.pop("exercise", []))
+    try:
+        return kit.run_on_threads(main, ranks, list(argv))
+    finally:
+        main.__globals__.update(prove=None, EXERCISE=[])
+
+
+# ---- showing and proving
+
+def test_rank_0_prints_once_and_rows_come_in_rank_order():
+    def main(lesson):
+        lesson.part("Title")
+        lesson.say("hello")
+        lesson.rows(["squared"], [lesson.comm.rank ** 2])
+    lines = lesson(main, 3)["output"].splitlines()
+    assert lines.count("  hello") == 1
+    assert [line.split() for line in lines[-4:-1]] == [["0", "0"], ["1", "1"], ["2", "4"]]
+
+
+def test_a_check_fails_on_all_ranks_if_one_rank_is_off():
+    seen = []
+
+    def main(lesson):
+        seen.append(lesson.check("close", 1e-3 * (lesson.comm.rank == 2), bound=1e-6))
+    result = lesson(main, 3)
+    assert seen == [False] * 3 and not result["ok"]
+    assert result["checks"] == [dict(name="close", error=1e-3, bound=1e-6, ok=False)]
+    assert "WRONG on rank 2" in result["output"] and "FAILED: close" in result["output"]
+
+
+@pytest.mark.parametrize("error", [np.nan, np.inf, 1e-5])
+def test_what_is_not_within_the_bound_is_wrong(error):
+    assert not lesson(lambda lesson: lesson.check("x", error, 1e-6))["ok"]
+
+
+def test_a_ledger_is_exact_on_every_rank():
+    def main(lesson):
+        lesson.ledger(("same", "n", 5, 5), ("own", "r", lesson.comm.rank, lesson.comm.rank))
+        lesson.ledger(("off", "n", 10, 10 + (lesson.comm.rank == 1)))
+    result = lesson(main, 2)
+    assert [row["ok"] for row in result["ledger"]] == [True, True, False]
+    assert result["ledger"][2]["measured"] == 11 and not result["ok"]
+
+
+def test_the_kit_s_own_messages_are_not_counted():
+    def main(lesson):
+        with lesson.comm.counting() as counted:
+            lesson.rows(["x"], ["y"])
+            lesson.check("x", 0)
+        assert (counted.messages, counted.bytes) == (0, 0)
+    assert lesson(main, 3)["ok"]
+
+
+def test_json_is_json_whatever_failed(tmp_path):
+    path = tmp_path / "result.json"
+    result = lesson(lambda lesson: lesson.check("x", np.nan), 2, ["--json", str(path)])
+    read = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert read["ok"] is False and read["checks"][0]["error"] is None
+    assert set(read) >= {"lesson", "ranks", "seconds", "checks", "ledger", "ok"}
+    assert {**result, "output": None} == {**read, "output": None}
+
+
+def test_difference_is_relative_and_never_passes_by_shape():
+    assert kit.difference([1.0, 2.0], [1.0, 4.0]) == 0.5
+    assert kit.difference(np.zeros(3), np.zeros(4)) == np.inf
+    assert kit.difference([], []) == 0 and kit.difference([0.0], [0.0]) == 0
+    assert np.isnan(kit.difference([np.nan], [1.0]))
+
+
+def test_figure_is_drawn_by_rank_0_into_out(tmp_path):
+    def main(lesson):
+        lesson.figure(lambda figure, x: figure.subplots().plot(x), [1, 2], name="p")
+    lesson(main, 2, ["--out", str(tmp_path / "pictures")])
+    assert [p.name for p in (tmp_path / "pictures").iterdir()] == ["p.png"]
+    lesson(main, 2, ["--out", str(tmp_path / "none"), "--no-figure"])
+    assert not (tmp_path / "none").exists()
+
+
+def test_one_rank_runs_a_lesson_that_needs_no_more():
+    def main(lesson):
+        lesson.say("once")
+        lesson.check("alone", lesson.comm.size - 1)
+    main.__globals__["ALONE"] = True
+    try:
+        result = lesson(main, 3)
+    finally:
+        del main.__globals__["ALONE"]
+    assert result["ok"] and result["ranks"] == 3 and result["output"].count("once") == 1
+
+
+# ---- text
+
+def test_tables_align_numbers_right_and_text_left():
+    assert tables.table(["name", "n"], [["a", 5], ["long", 123]]) == [
+        "name    n", "a       5", "long  123"]
+    assert tables.table(["x"], [["36.9 kB"], ["1 MB"]]) == ["      x", "36.9 kB", "   1 MB"]
+
+
+def test_fold_merges_equal_layers_only():
+    rows = [("embed", 1), ("blocks.0.w", 2), ("blocks.1.w", 2), ("blocks.2.w", 3)]
+    assert tables.fold(rows) == [("embed", 1), ("blocks.*.w  x2", 2), ("blocks.2.w", 3)]
+
+
+def test_units():
+    assert [kit.size(n) for n in (0, 999, 1000, 147456, 2.8e12, 5e15)] == [
+        "0 bytes", "999 bytes", "1 kB", "147.5 kB", "2.8 TB", "5000 TB"]
+    assert [kit.duration(t) for t in (2e-6, 1.5e-3, 2)] == ["2 us", "1.5 ms", "2 s"]
+
+
+def test_code_is_quoted_without_decorator_and_docstring():
+    @substitute.breaks(ring, "cut")
+    def f(x):
+        """Words."""
+        y = x
+        return y
+    assert tables.code(f) == ["def f(x):", "    y = x", "    return y"]
+    assert tables.code(f, "y = x", "y = x") == ["y = x"]
+
+
+# ---- guessing
+
+def guess(argv):
+    def main(lesson):
+        lesson.predict("How many?", 6, "hops", why="2(p-1)", mistakes={3: "once around only"})
+    return lesson(main, 2, argv)["output"]
+
+
+def test_predict_compares_the_reader_s_numbers_and_explains():
+    assert "How many?  6 hops: 2(p-1)" in guess([])
+    assert "you guessed 6 hops, it is 6 hops   right" in guess(["--predict", "6"])
+    assert "you guessed 3 hops, it is 6 hops   once around only" in guess(["--predict", "3"])
+    assert "you guessed 5 hops, it is 6 hops   2(p-1)" in guess(["--predict", "5"])
+
+
+def test_predict_never_waits_where_nobody_can_type(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.delenv("MINIDIST_TERMINAL", raising=False)
+    assert "no terminal" in guess(["--predict"]) and "How many?  6" in guess(["--predict"])
+
+
+def test_predict_reads_a_terminal(monkeypatch):
+    monkeypatch.setenv("MINIDIST_TERMINAL", "1")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("3\n"))
+    assert "you guessed 3 hops" in guess(["--predict"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("what?\n"))
+    assert "How many?  6 hops" in guess(["--predict"])
+
+
+# ---- putting functions in place of others
+
+def test_patched_reaches_names_tables_and_defaults_and_restores_them():
+    namespace = sys.modules["minidist.ring"].__dict__
+    old = ring.all_gather
+
+    def default(f=old):
+        return f
+    namespace["table"], namespace["default"], namespace["alias"] = {"x": old}, default, old
+    try:
+        with substitute.patched((ring, "all_gather", len)):
+            assert ring.all_gather is ring.alias is ring.table["x"] is ring.default() is len
+        assert ring.all_gather is ring.alias is ring.table["x"] is ring.default() is old
+    finally:
+        for name in ("table", "default", "alias"):
+            del namespace[name]
+
+
+def test_patched_methods_are_restored_after_an_error():
+    class Thing:
+        def f(self):
+            return 1
+    with pytest.raises(ZeroDivisionError), substitute.patched((Thing, "f", lambda self: 2)):
+        assert Thing().f() == 2
+        raise ZeroDivisionError
+    assert Thing().f() == 1
+
+
+# ---- breaks: found or not found
+
+def value(x):
+    return x
+
+
+def broken_lesson(main, bug, **options):
+    bug = substitute.breaks(sys.modules[__name__], "value", **options)(bug)
+    main.__globals__["bug_of_this_test"] = bug
+    try:
+        return lesson(main, 2, ["--break", bug.title], prove=main)
+    finally:
+        del main.__globals__["bug_of_this_test"]
+
+
+def test_a_bug_that_no_check_sees_fails_the_lesson():
+    def harmless(x):
+        """Nothing is wrong."""
+        return x
+    result = broken_lesson(lambda lesson: lesson.check("v", value(0)), harmless)
+    assert not result["ok"] and "NOT CAUGHT" in result["output"]
+
+
+def test_a_bug_is_caught_by_a_check_an_exception_or_a_deadlock():
+    def wrong(x):
+        """Off by one."""
+        return x + 1
+
+    def raises(x):
+        """Divides by zero."""
+        return x / 0
+
+    def prove(lesson):
+        lesson.check("v", value(0))
+    assert broken_lesson(prove, wrong)["ok"]
+    assert "ZeroDivisionError" in broken_lesson(prove, raises)["output"]
+
+    def stuck(x):
+        """Receives first."""
+        x.recv(np.empty(1), 1 - x.rank)
+        return 0
+    result = broken_lesson(lambda lesson: lesson.check("v", value(lesson.comm) is None), stuck)
+    assert result["ok"] and "deadlock" in result["output"]
+
+
+def test_a_bug_that_buffered_sends_hide_is_shown_twice():
+    def send_first(x):
+        """Sends first."""
+        into = np.empty(1)
+        x.send(np.zeros(1), 1 - x.rank)
+        return x.recv(into, 1 - x.rank)[0]
+    result = broken_lesson(lambda lesson: lesson.check("v", value(lesson.comm)), send_first,
+                           sync=True)
+    assert result["ok"] and "every check passes" in result["output"]
+    assert "deadlock" in result["output"]
+
+
+def test_list_and_mystery():
+    from lessons import ring as ring_lesson
+    listed = kit.run_on_threads(ring_lesson.main, 2, ["--break", "list"])["output"]
+    assert "off-by-one" in listed and "send-first" in listed
+    mystery = kit.run_on_threads(ring_lesson.main, 2, ["--break", "mystery"])
+    assert mystery["ok"] and "def " not in mystery["output"].partition("Which one")[0]
+    assert "It was " in mystery["output"]
+
+
+# ---- a reader's file
+
+def graded(text, tmp_path, ranks=1):
+    from lessons import ring as ring_lesson
+    mine = tmp_path / "mine.py"
+    mine.write_text(RING + text)
+    return kit.run_on_threads(ring_lesson.main, ranks, ["--mine", str(mine)])
+
+
+def test_right_values_with_too_many_bytes_fail(tmp_path):
+    result = graded(GOOD + """
+def all_reduce(x, comm, op=np.add):
+    total = x.copy()
+    for other in range(1, comm.size):
+        to, source = (comm.rank + other) % comm.size, (comm.rank - other) % comm.size
+        op(total, comm.sendrecv(x, to, np.empty_like(x), source), out=total)
+    x[...] = total
+""", tmp_path)
+    assert not result["ok"] and "bytes sent" in result["output"]
+    assert all(check["ok"] for check in result["checks"])
+
+
+def test_a_hang_becomes_a_report(tmp_path):
+    result = graded(GOOD + """
+def all_reduce(x, comm, op=np.add):
+    if comm.size > 1:
+        comm.recv(np.empty_like(x), (comm.rank - 1) % comm.size)
+""", tmp_path)
+    assert not result["ok"] and "deadlock" in result["output"]
+
+
+def test_an_exception_names_file_line_and_function(tmp_path):
+    result = graded(GOOD + "\ndef all_reduce(x, comm, op=np.add):\n    x[10 ** 9] = 0\n", tmp_path)
+    assert not result["ok"] and "mine.py, line" in result["output"]
+    assert "in all_reduce: IndexError" in result["output"]
+
+
+@pytest.mark.parametrize("text, message", [
+    (GOOD, "does not define all_reduce"),
+    ("def all_reduce(x, comm:\n", "line 4"),
+    ("import no_such_module\n", "No module named"),
+])
+def test_a_file_that_cannot_be_used_is_refused(text, message, tmp_path):
+    with pytest.raises(BadInput, match=message):
+        graded(text, tmp_path)
+
+
+def test_functions_are_the_module_s_again_afterwards(tmp_path):
+    before = ring.all_reduce
+    graded(GOOD + "\ndef all_reduce(x, comm, op=np.add):\n    pass\n", tmp_path)
+    assert ring.all_reduce is before
+
+
+# ---- the command line
+
+@pytest.mark.parametrize("argv, message", [
+    (["--break", "nothing"], "no break named 'nothing'"),
+    (["--color"], "--color"),
+    (["--predict", "six"], "--predict takes numbers"),
+    (["--mine", "no_such_file.py"], "is not a file"),
+    (["--stub", __file__], "exists already"),
+])
+def test_bad_input_is_one_sentence(argv, message):
+    from lessons import ring as ring_lesson
+    with pytest.raises(BadInput, match=message) as error:
+        script.parse(script.read(ring_lesson.main), argv)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_input_ends_the_job_with_status_2_and_one_line():
+    need_mpi()
+    status, output = execute([sys.executable, "-m", "lessons.ring", "-n", "2", "--break", "no"], 30)
+    assert status == 2 and output.strip().count("\n") == 0 and output.startswith("error: ")
+
+
+def test_a_wrong_solution_ends_the_job_with_status_1(tmp_path):
+    need_mpi()
+    mine, result = tmp_path / "mine.py", tmp_path / "result.json"
+    mine.write_text(RING + GOOD + "\ndef all_reduce(x, comm, op=np.add):\n    pass\n")
+    status, output = execute([sys.executable, "-m", "lessons.ring", "-n", "2", "--mine", str(mine),
+                              "--json", str(result)], 60)
+    assert status == 1 and "FAILED" in output and not json.loads(result.read_text())["ok"]
+
+
+def test_the_list_of_lessons():
+    status, output = execute([sys.executable, "-m", "lessons"], 30)
+    assert status == 0
+    names = [name for name, _, _ in existing()]
+    places = [output.index(f"  {name} ") for name in names]
+    assert places == sorted(places) and names == [n for n in ORDER if n in names]
+    assert all(question in output for _, _, question in existing())
+
+
+def test_threads_of_threads():
+    def rank(comm):
+        return sum(run_threads(2, lambda inner: inner.rank))
+    assert run_threads(2, rank) == [1, 1]

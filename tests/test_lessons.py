@@ -1,0 +1,136 @@
+"""Every lesson that exists: it proves itself, its screens fit, its bugs are caught, and its
+exercise is graded: a copy of the module's functions passes, a planted error does not."""
+import ast
+import importlib
+import inspect
+import json
+import sys
+
+import pytest
+
+from lessons import exercises, kit, script, tables
+from lessons.__main__ import existing
+from minidist import launch
+from tests.mpi import execute, need_mpi
+
+NAMES = [name for name, _, _ in existing()]
+MAINS = {name: importlib.import_module(f"lessons.{name}").main for name in NAMES}
+SCRIPTS = {name: script.read(main) for name, main in MAINS.items()}
+BREAKS = [(name, bug.title) for name in NAMES for bug in SCRIPTS[name].breaks]
+FUNCTIONS = [(name, f.__name__) for name in NAMES for f in SCRIPTS[name].exercise]
+
+# A planted error for each function that a reader writes: this text of its source, replaced.
+PLANTED = {
+    ("step", "layer_norm"): ("gx += g * w.data", "gx += g"),
+    ("step", "gelu"): ("np.multiply(g, slope, out=slope)", "np.multiply(x.data, slope, out=slope)"),
+    ("collectives", "broadcast"): ("place + bit < comm.size", "place + 2 * bit < comm.size"),
+    ("collectives", "reduce"): ("op(x, ", "op(incoming, "),
+    ("collectives", "pairwise"): ("received[comm.rank][...] = pieces[comm.rank]", "pass"),
+    ("ring", "reduce_scatter"): ("comm.rank - step - 1", "comm.rank - step"),
+    ("ring", "all_gather"): ("range(comm.size - 1)", "range(comm.size - 2)"),
+    ("ring", "all_reduce"): ("all_gather(pieces, comm)", "pass"),
+    ("tp", "copy_to"): ("collectives.all_reduce(g, comm)", "g"),
+    ("tp", "reduce_from"): ("lambda g: (g,)", "lambda g: (collectives.all_reduce(g, comm),)"),
+    ("tp", "vocab_parallel_cross_entropy"): ("mine[here]] -= 1", "mine[here]] -= 2"),
+    ("sp", "all_gather"): ("collectives.reduce_scatter(g, comm, dim, sizes)",
+                           "collectives.split(g, dim, sizes)[comm.rank]"),
+    ("sp", "reduce_scatter"): ("collectives.all_gather(g, ", "collectives.all_gather(2 * g, "),
+    ("sp", "all_gather_linear"): ("rows.T @ x_full", "2 * rows.T @ x_full"),
+}
+
+
+def run(name, ranks, *argv):
+    return kit.run_on_threads(MAINS[name], ranks, ["--no-figure", *argv])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lesson_proves_itself_on_thread_ranks(name, ranks):
+    if ranks > 1 and SCRIPTS[name].alone:
+        pytest.skip("one rank runs it, whatever their number")
+    result = run(name, ranks)
+    assert result["ok"], result["output"]
+    assert result["lesson"] == name and result["ranks"] == ranks
+    assert result["checks"] and all(set(c) == {"name", "error", "bound", "ok"}
+                                    for c in result["checks"])
+    assert all(set(row) == {"quantity", "formula", "predicted", "measured", "ok"}
+               for row in result["ledger"])
+    check_screens(result["output"])
+
+
+def check_screens(output):
+    """Steps that fit one screen each, and a hundred columns."""
+    screens = output.split("\n-- ")
+    assert max(map(len, output.splitlines())) <= tables.WIDTH
+    assert max(len(screen.splitlines()) for screen in screens) <= 32
+    assert len(output.splitlines()) <= 130
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lesson_proves_itself_under_mpirun(name, tmp_path):
+    need_mpi()
+    path = tmp_path / "result.json"
+    command = [sys.executable, "-m", f"lessons.{name}", "--json", str(path), "--out", str(tmp_path)]
+    status, output = execute(launch.command(4, command), 60)
+    assert status == 0, output
+    result = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert result["ok"] and result["lesson"] == name and result["ranks"] == 4
+    assert list(tmp_path.glob("*.png")), "no picture"
+
+
+@pytest.mark.parametrize("name, bug", BREAKS)
+def test_every_bug_is_caught(name, bug):
+    result = run(name, 3, "--break", bug)
+    assert result["ok"] and result["breaks"][0]["name"] == bug and result["breaks"][0]["by"]
+
+
+def test_lessons_have_bugs_an_exercise_and_a_header():
+    for name in NAMES:
+        lesson = SCRIPTS[name]
+        head = "\n".join(lesson.header)
+        assert lesson.title.isupper() and lesson.question.endswith("?"), name
+        words = [line.split()[0] for line in lesson.header if line.strip()][1:]
+        assert [w for w in words if w in ("lifts", "costs", "code", "before", "run")] == [
+            "lifts", "costs", "code", "before", "run"], (name, words)
+        assert "next" in head and f"python -m lessons.{name}" in head
+
+
+# ---- exercises
+
+def solution(name, changed=None, text=("", "")):
+    """The reader's file, filled in from the module; one function with a planted error."""
+    def body(function):
+        source = inspect.getsource(function)
+        if function.__name__ == changed:
+            assert text[0] in source, f"the error planted in {name}.{changed} no longer fits"
+            source = source.replace(*text)
+        return source
+    return exercises.stub(SCRIPTS[name], "mine.py", body)
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in FUNCTIONS}))
+def test_the_module_s_own_functions_pass(name, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text(solution(name))
+    result = run(name, 1, "--mine", str(mine))
+    assert result["ok"], result["output"]
+
+
+@pytest.mark.parametrize("name, function", FUNCTIONS)
+def test_a_planted_error_fails(name, function, tmp_path):
+    assert (name, function) in PLANTED, "plant an error in this function, above"
+    mine = tmp_path / "mine.py"
+    mine.write_text(solution(name, function, PLANTED[name, function]))
+    result = run(name, 1, "--mine", str(mine))
+    assert not result["ok"] and "FAILED" in result["output"]
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in FUNCTIONS}))
+def test_a_stub_names_what_it_needs_and_is_not_a_solution(name, tmp_path):
+    mine = tmp_path / "mine.py"
+    run(name, 1, "--stub", str(mine))
+    tree = ast.parse(mine.read_text())
+    assert [n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))] == [
+        f.__name__ for f in SCRIPTS[name].exercise]
+    result = run(name, 1, "--mine", str(mine))
+    assert not result["ok"] and "is not written yet" in result["output"]
