@@ -288,7 +288,7 @@ def all_reduce(x, comm, op=np.add):
         op(total, comm.sendrecv(x, to, np.empty_like(x), source), out=total)
     x[...] = total
 """, tmp_path)
-    assert not result["ok"] and "bytes sent" in result["output"]
+    assert not result["ok"] and "messages sent" in result["output"]
     assert all(check["ok"] for check in result["checks"])
 
 
