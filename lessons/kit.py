@@ -105,6 +105,8 @@ def _session(comm, script, options, out, ranks=None):
         exercises.grade(lesson)
     elif options.break_:
         substitute.show(lesson, options.break_)
+    elif options.prove:
+        script.prove(lesson)
     else:
         lesson.print_lines("", *script.header)
         script.main(lesson)

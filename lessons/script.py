@@ -60,6 +60,7 @@ def parse(script, argv):
         help="plant a bug and see it caught: a name, 'list' or 'mystery'")
     add("--stub", metavar="FILE", help="write the functions of the exercise, bodies empty")
     add("--mine", metavar="FILE", help="put your functions in the module's place and grade them")
+    add("--prove", action="store_true", help="only the proof: checks and counts")
     add("--json", metavar="FILE", help="write checks and counts as data")
     add("--out", metavar="DIR", default="out", help="where pictures go (out)")
     add("--no-figure", action="store_true", help="draw no picture")
