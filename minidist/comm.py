@@ -34,7 +34,7 @@ class Comm(Counting):
         self._raw = self._wires = wires                   # for plain messages, and for collectives
         self._wire, self._status = wires[0], wires[0].status
         self._operation, self._sequence, self._tag = None, 0, 0
-        self._scratch, self._link, self._children = {}, None, []
+        self._scratch, self._views, self._link, self._children = {}, {}, None, []
         self.check = os.environ.get("MINIDIST_CHECK") == "1"
         if parent is not None:
             self._events, self.check = parent._events, parent.check
@@ -142,16 +142,8 @@ class Comm(Counting):
 
     # -- collectives ----------------------------------------------------------------------
 
-    def _enter(self, operation):
-        """Begin a collective call: number it, and take the tag and the wire of its messages."""
-        self._operation, self._wire = operation, self._wires[1]
-        self._sequence += 1
-        self._tag = operation.code + self._sequence % 32
-        if self.check:
-            agree.same_call(self, self._raw[1])
-
-    def _leave(self):
-        self._operation, self._wire, self._tag = None, self._wires[0], 0
+    def _same_call(self):
+        agree.same_call(self, self._raw[1])
 
     def current(self):
         """What this group does now, for reports -> (name, number of the collective or 0, detail)"""
@@ -161,11 +153,15 @@ class Comm(Counting):
 
     def scratch(self, n, dtype, slot=0):
         """A kept buffer of n elements, for data that nobody needs after the next call."""
-        nbytes = n * np.dtype(dtype).itemsize
-        buffer = self._scratch.get(slot)
-        if buffer is None or buffer.size < nbytes:
-            buffer = self._scratch[slot] = apart((nbytes,), "u1")
-        return buffer[:nbytes].view(dtype)
+        view = self._views.get((n, dtype, slot))
+        if view is None:
+            nbytes = n * np.dtype(dtype).itemsize
+            buffer = self._scratch.get(slot)
+            if buffer is None or buffer.size < nbytes or len(self._views) > 100:
+                self._views.clear()                          # they would keep the old buffer alive
+                buffer = self._scratch[slot] = apart((nbytes,), "u1")
+            view = self._views[n, dtype, slot] = buffer[:nbytes].view(dtype)
+        return view
 
     # -- groups, streams, links -----------------------------------------------------------
 

@@ -75,14 +75,19 @@ class Label:
 
     def __enter__(self):
         comm = self.comm
-        comm._depth += 1
-        if comm._depth == 1:
+        if comm._label is None:
             comm._label, comm._count = self, self.count
             self.count.calls += 1
+        comm._depth += 1
         if self.collective:
+            if comm._collectives == 0:
+                # A call of its own: numbered, with the tag and the wire of its messages.
+                comm._operation, comm._wire = self, comm._wires[1]
+                comm._sequence += 1
+                comm._tag = self.code + comm._sequence % 32
+                if comm.check:
+                    comm._same_call()
             comm._collectives += 1
-            if comm._collectives == 1:
-                comm._enter(self)
 
     def __exit__(self, *error):
         comm = self.comm
@@ -92,7 +97,7 @@ class Label:
         if self.collective:
             comm._collectives -= 1
             if comm._collectives == 0:
-                comm._leave()
+                comm._operation, comm._wire, comm._tag = None, comm._wires[0], 0
 
 
 def code_of(name):

@@ -79,24 +79,22 @@ def supervise(ranks, argv):
         table = watch.Table(path)
         deaths = Deaths(table)
         while job.poll() is None:
-            deaths.look(0.05)
+            if deaths.look(0.05) and not stopped:
+                tell("minidist: the job ends, since a rank has died", table, deaths.rows)
             if deaths.rows and time.monotonic() > deaths.since + 10:
                 job.terminate()
-        deaths.look(0)
-        return verdict(job.returncode, stopped, deaths)
+        if stopped:
+            tell(f"minidist: the job was stopped ({stopped[0].name})", table, table.read())
+            return 128 + stopped[0]
+        return job.returncode % 256 or int(bool(deaths.rows))
     finally:
         os.unlink(path)
 
 
-def verdict(status, stopped, deaths):
-    """Make the job's status honest, and report an end that nobody else has reported."""
-    table, headline, rows = deaths.table, "minidist: the launcher has ended the job", deaths.rows
-    if stopped:
-        headline, rows = f"minidist: the job was stopped ({stopped[0].name})", table.read()
-        status = 128 + stopped[0]
-    if rows and not table.claimed():
+def tell(headline, table, rows):
+    """Report what the ranks were doing, unless one of them does."""
+    if rows and table.claim():
         watch.say(report.explain(headline, rows))
-    return status % 256 or int(bool(deaths.rows))
 
 
 class Deaths:
@@ -110,16 +108,18 @@ class Deaths:
         self.ranks, self.rows, self.since = {}, [], None      # ranks: of each process descriptor
 
     def look(self, seconds):
-        """Wait up to so many seconds for the process of a rank to end."""
+        """Wait up to so many seconds for a rank's process to end -> was it the first death?"""
         gone = self.find_processes()
         for fd, _ in self.poll.poll(1000 * seconds):
             self.poll.unregister(fd)
             gone.add(self.ranks[fd])
-        if not self.rows and any(r.rank in gone and not r.end for r in self.table.read()):
-            self.rows, self.since = self.table.read(), time.monotonic()
-            for row in self.rows:
-                if row.rank in gone:
-                    row.end = row.end or watch.DIED
+        if self.rows or not any(r.rank in gone and not r.end for r in self.table.read()):
+            return False
+        self.rows, self.since = self.table.read(), time.monotonic()
+        for row in self.rows:
+            if row.rank in gone:
+                row.end = row.end or watch.DIED
+        return True
 
     def find_processes(self):
         """Watch the processes of all ranks with a row -> the ranks that are gone already"""

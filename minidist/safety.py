@@ -95,9 +95,9 @@ class Net:
         if not SUPERVISED and self.table.claim():
             time.sleep(0.1)                       # the others write their rows, too
             story = self.table.story(f"minidist: the job was stopped ({number.name})")
-            watch.say(story)
             if number == signal.SIGTERM and watch.DIED not in story:
                 watch.say_past_launcher(story)
+            watch.last_words(story)
         else:
             time.sleep(0.5)                       # somebody else, or the supervisor, reports
         self.abort(128 + number)
@@ -116,7 +116,7 @@ class Net:
         """Report, unless somebody does, and end the job."""
         if self.table.claim():
             time.sleep(3 * self.dog.tick)        # let the others write what they do now
-            watch.say(self.table.story(headline))
+            watch.last_words(self.table.story(headline))
         else:
             time.sleep(5 + 3 * self.dog.tick)    # who reports also ends the job
         self.abort(code)

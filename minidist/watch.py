@@ -20,7 +20,8 @@ import time
 
 from minidist import report
 
-ROW = 4096
+HALF = 4096
+ROW = 2 * HALF
 TIMED_OUT = 70                                    # the job's exit status after a report
 DIED = "died without a word (killed, crashed, or os._exit)"
 
@@ -34,22 +35,38 @@ def create(size):
 
 
 class Table:
-    """The rows of all ranks of one machine, in a file that its processes share."""
+    """The rows of all ranks of one machine, in a file that its processes share.
+
+    A row has two halves, written in turn: a reader always finds one that is whole.
+    """
 
     def __init__(self, path):
         self.file = open(path, "r+b")                                      # noqa: SIM115
         self.map = mmap.mmap(self.file.fileno(), 0)
-        self.size = len(self.map) // ROW - 1
+        self.size, self.turn = len(self.map) // ROW - 1, 0
 
     def write(self, rank, rows):
         """Replace a rank's row: one entry per thread."""
         text = json.dumps([vars(row) for row in rows], default=str).encode()
-        if len(text) <= ROW:                      # else it keeps an older one, which shows its age
-            self.map[ROW * (1 + rank):ROW * (2 + rank)] = text.ljust(ROW)
+        self.turn = 1 - self.turn
+        start = ROW * (1 + rank) + HALF * self.turn
+        if len(text) <= HALF:                     # else an older one stays, which shows its age
+            self.map[start:start + HALF] = text.ljust(HALF)
 
     def read(self):
         """The rows of all ranks that have ever written one, in rank order."""
         return [row for rank in range(self.size) for row in self.entries(rank)]
+
+    def entries(self, rank):
+        """One rank's newest whole row: its threads."""
+        found = []
+        for start in (ROW * (1 + rank), ROW * (1 + rank) + HALF):
+            text = self.map[start:start + HALF].strip(b" \0")
+            try:
+                found.append([report.Row(**entry) for entry in json.loads(text or "[]")])
+            except ValueError:                    # being written at this moment
+                pass
+        return max(found, key=lambda rows: rows[0].beat if rows else 0, default=[])
 
     def story(self, headline):
         """The report of what all ranks do now, or did when they died."""
@@ -58,15 +75,6 @@ class Table:
             if not row.end and not alive(row.pid):
                 row.end = DIED
         return report.explain(headline, rows)
-
-    def entries(self, rank):
-        for _ in range(5):                        # a row may be read while it is being written
-            text = bytes(self.map[ROW * (1 + rank):ROW * (2 + rank)]).strip(b" \0")
-            try:
-                return [report.Row(**entry) for entry in json.loads(text or "[]")]
-            except ValueError:
-                pass
-        return []
 
     def claim(self):
         """Ask for the right to report: True for exactly one caller on this machine."""
@@ -120,8 +128,9 @@ class Watchdog:
     def bark(self, age):
         """Report and end the job.  Exactly one rank of a machine comes here"""
         time.sleep(2 * self.tick)                 # let the others write what they do now
-        say(self.table.story(f"minidist: rank {self.rank} has waited {age:.1f} s, longer than "
-                             f"MINIDIST_TIMEOUT={self.timeout:g}; the job ends"))
+        last_words(self.table.story(
+            f"minidist: rank {self.rank} has waited {age:.1f} s, longer than "
+            f"MINIDIST_TIMEOUT={self.timeout:g}; the job ends"))
         self.abort(TIMED_OUT)
 
 def alive(pid):
@@ -141,6 +150,12 @@ def say(text):
     data = (text + "\n").encode()
     while data:
         data = data[os.write(2, data):]
+
+
+def last_words(text):
+    """Say something just before the job is ended: the launcher needs a moment to pass it on."""
+    say(text)
+    time.sleep(0.3)
 
 
 def say_past_launcher(text):

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import pytest
 
-from minidist import launch, safety
+from minidist import environment, launch, safety
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -76,7 +76,7 @@ def story(name, status, results, stacks, output):
 def need_mpi():
     """Skip the test, and say so, where MPI is missing."""
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
-    if launch.mpiexec() is None:
+    if environment.mpiexec() is None:
         pytest.skip("no mpiexec beside this Python or on PATH")
 
 
@@ -85,8 +85,10 @@ def execute(command, timeout, env=None, interrupt=None):
 
     interrupt: send Ctrl-C to the whole job as soon as its output contains this text.
     """
-    env = {**os.environ, **launch.ENVIRONMENT, "PYTHONUNBUFFERED": "1", **(env or {})}
-    with tempfile.TemporaryFile("a+b") as out:
+    mark = f"MINIDIST_TEST={os.getpid()}.{time.monotonic_ns()}"
+    env = {**os.environ, **environment.SETTINGS, "PYTHONUNBUFFERED": "1", **(env or {}),
+           "MINIDIST_TEST": mark.partition("=")[2]}
+    with tempfile.NamedTemporaryFile() as file, open(file.name, "a+b") as out:
         job = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out,
                                stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -94,12 +96,30 @@ def execute(command, timeout, env=None, interrupt=None):
                 wait_for_text(out, interrupt, job, timeout)
                 os.killpg(job.pid, signal.SIGINT)
             status = job.wait(timeout)
+            assert not survivors(mark), f"processes are left behind: {survivors(mark)}"
         except subprocess.TimeoutExpired:
             status = None
         finally:
             end(job)
         out.seek(0)
         return status, out.read().decode(errors="replace")
+
+
+def survivors(mark):
+    """The processes of a job that has ended, found by a mark in their environment (Linux)."""
+    deadline = time.monotonic() + 5
+    while (found := list(marked(mark))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def marked(mark):
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                yield int(folder.name)
+        except OSError:
+            pass
 
 
 def wait_for_text(out, text, job, timeout):
@@ -132,7 +152,7 @@ def read(path):
 
 def main(module, name, folder, timeout):
     """One rank: run the test and write down how it went."""
-    folder, rank = Path(folder), launch.my_rank()
+    folder, rank = Path(folder), environment.rank()
     with open(folder / f"stack{rank}", "w") as stack:
         faulthandler.dump_traceback_later(float(timeout), exit=True, file=stack)
         result = outcome(module, name, pickle.loads((folder / "kwargs").read_bytes()))
