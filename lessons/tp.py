@@ -210,7 +210,7 @@ def two_links(lesson):
     if lesson.comm.size < 2:
         return lesson.say("One rank sends nothing. Start two or more to see what the link does.")
     lesson.say("""
-        The same step on two ranks, over links in software that are 1000 times slower than real ones:
+        The same step on two ranks, over software links that are 1000 times slower than real ones:
         """)
     rows = [[name, kit.duration(took), f"{sum(end - start for start, end in waits) / took:.0%}"]
             for name, (took, waits) in zip(("NVLink, 900 GB/s", "network, 50 GB/s"), found[0])]

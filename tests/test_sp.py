@@ -2,13 +2,14 @@
 import numpy as np
 import pytest
 
-from minidist import BadInput, collectives, cost, dp, sp, tp, verify
+from minidist import BadInput, attention, collectives, cost, dp, ledger, sp, tp, verify
+from minidist.buffers import PAGE
 from minidist.collectives import chosen
 from minidist.comm import run_threads
 from minidist.data import random_batch
 from minidist.mesh import DeviceMesh
 from minidist.placement import finalize
-from minidist.tensor import Tensor
+from minidist.tensor import Tensor, graph_bytes
 from tests.layout import OPTIMIZERS, check_layout
 from tests.models import perturb, tiny
 from tests.mpi import mpi
@@ -128,6 +129,26 @@ def test_messages_and_bytes(p, keep_input):
         forward, backward = cost.sp(5, 12, 24, L, p, 8, rank, chosen, keep_input)
         assert (there.messages, there.bytes) == (forward.messages, forward.bytes)
         assert (back.messages, back.bytes) == (backward.messages, backward.bytes)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("way", ["tp", "keep", "again"])
+def test_activations_kept_by_a_block(p, way):
+    """Counted from the graph: inside / p under TP, everything / p under SP but for kept inputs."""
+    def fn(comm):
+        model = tiny(dropout=0.2, **SIZES)
+        if way == "tp":
+            tp.parallelize(model, comm)
+        else:
+            cut(model, comm, keep_input=way == "keep")
+        batch = model.localize(random_batch(13, 12, 5, seed=1, step=0))
+        x = Tensor(np.ones((5, len(batch.stream), 24)), requires_grad=True)
+        return graph_bytes(model.blocks[0](x, batch), exclude=ledger.known(model, batch))
+
+    kept = cost.tp_block_activations(5, 12, 24, 12, p, w=8, tile=attention.TILE, dropout=True,
+                                     sequence=None if way == "tp" else way)
+    slack = 2 * PAGE if way == "keep" else 0                   # of two received arrays
+    assert run_threads(p, fn) == [sum(row.bytes for row in kept) + slack] * p
 
 
 def test_a_frozen_matrix_is_not_gathered_for():
