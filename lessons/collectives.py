@@ -39,9 +39,8 @@ def main(lesson):
         broadcast    the first weights (dp)              reduce           a loss to print
         all_gather   weights (ZeRO-3), tokens (sp)       reduce_scatter   gradients (ZeRO-2), sp
         all_to_all   tokens to their experts (ep)        all_reduce       gradients (dp), tp
-
-        Left and right of the first two lines are each other's gradient; all_to_all is its own. The
-        bytes that a rank sends (the table shows rank 0; to broadcast and reduce it is the root):
+        Left and right of the first two lines are each other's gradient; all_to_all is its own.
+        Bytes sent per rank (shown: rank 0, the root):
         """)
     lesson.ledger(*priced(comm, n))
 

@@ -119,9 +119,7 @@ def prove(lesson):
 def send_first(chunks, comm, op=np.add):
     """Everybody sends to the right first, and then receives from the left.
 
-    MPI copies a small message and lets the sender go on; a large one waits for its receiver, and
-    here nobody gets to receive. It passes every test on small arrays and hangs on the first real
-    gradient."""
+    So it passes every test on small arrays, and hangs on the first real gradient."""
     incoming = comm.scratch(max(chunk.size for chunk in chunks), chunks[0].dtype)
     for step in range(1, comm.size):
         mine = chunks[comm.rank - step - 1]

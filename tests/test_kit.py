@@ -301,6 +301,25 @@ def all_reduce(x, comm, op=np.add):
     assert not result["ok"] and "deadlock" in result["output"]
 
 
+def test_a_hang_that_buffered_sends_would_hide_is_found(tmp_path):
+    result = graded(GOOD + """
+def all_reduce(x, comm, op=np.add):
+    pieces = cut(x, chunks(x.size, comm.size))
+    for step in range(1, comm.size):
+        mine = pieces[comm.rank - step - 1]
+        comm.send(pieces[comm.rank - step], (comm.rank + 1) % comm.size)
+        op(mine, comm.recv(np.empty_like(mine), (comm.rank - 1) % comm.size), out=mine)
+    all_gather(pieces, comm)
+""", tmp_path)
+    assert not result["ok"] and "all send first" in result["output"]
+
+
+def test_a_proof_that_checks_nothing_proves_nothing():
+    assert not substitute.Outcome().ok
+    check = dict(name="x", error=0.0, bound=0.0, ok=True)
+    assert substitute.Outcome([check]).ok and not substitute.Outcome([check], error="raised").ok
+
+
 def test_an_exception_names_file_line_and_function(tmp_path):
     result = graded(GOOD + "\ndef all_reduce(x, comm, op=np.add):\n    x[10 ** 9] = 0\n", tmp_path)
     assert not result["ok"] and "mine.py, line" in result["output"]
