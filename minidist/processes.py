@@ -30,7 +30,7 @@ class MPIWire:
         self.mpi, self.rank, self.size = mpi, mpi.rank, mpi.size
         self.status, self.statuses = status, statuses       # of this thread; of all of this rank
         self.ranks = MPI.Group.Translate_ranks(mpi.group, None, MPI.COMM_WORLD.group)
-        self.came = MPI.Status()
+        self.streams, self.came = [], MPI.Status()
         self.Send, self.Recv, self.Sendrecv = mpi.Send, mpi.Recv, mpi.Sendrecv    # found once
 
     def send(self, x, to, tag):

@@ -8,10 +8,12 @@ Rows come from the status file (ranks are processes), or straight from ranks tha
 """
 import os
 import sys
+import threading
 import time
 from dataclasses import dataclass
 
 HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+LIBRARY = os.path.dirname(os.path.abspath(threading.__file__)) + os.sep
 
 
 class Status:
@@ -80,17 +82,23 @@ def row(rank, status, age=0.0):
 
 
 def line_of(thread_id):
-    """The innermost line of a thread outside minidist: the reader's own code."""
+    """The innermost line of a thread in the reader's own code."""
     frame = sys._current_frames().get(thread_id)
     return user_line(frame) if frame else ""
 
 
 def user_line(frame):
-    while frame.f_back and frame.f_code.co_filename.startswith(HERE):
+    """The innermost line at or above a frame that is neither minidist's nor Python's."""
+    while frame.f_back and not_the_readers(frame.f_code.co_filename):
         frame = frame.f_back
     path, here = frame.f_code.co_filename, os.getcwd() + os.sep
     path = path[len(here):] if path.startswith(here) else os.path.basename(path)
     return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def not_the_readers(path):
+    return path.startswith((HERE, "<frozen")) or (
+        path.startswith(LIBRARY) and not path.startswith(os.path.dirname(HERE[:-1])))
 
 
 # -- the text -----------------------------------------------------------------------------------

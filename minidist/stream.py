@@ -21,6 +21,7 @@ class Stream:
         self.comm, self.caller, self.error = comm, caller, None
         self.status, self.queue = comm._status, comm._raw[0].queue()
         self.status.idle = True
+        caller.streams.append(self)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 

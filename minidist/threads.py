@@ -16,12 +16,12 @@ import numpy as np
 from minidist import report
 
 
-class Deadlock(RuntimeError):
-    """Ranks wait for each other and none can go on."""
-
-
 class Stopped(RuntimeError):
     """Another rank has failed, so this one cannot go on."""
+
+
+class Deadlock(Stopped):
+    """Ranks wait for each other and none can go on."""
 
 
 class World:
@@ -132,7 +132,7 @@ class ThreadWire:
     def __init__(self, world, actor, channel, rank, ranks):
         self.world, self.actor, self.channel = world, actor, channel
         self.rank, self.size, self.ranks = rank, len(ranks), ranks
-        self.status = actor.status
+        self.status, self.streams = actor.status, world.streams
 
     def isend(self, x, to, tag):
         world, box = self.world, (self.channel, to, self.rank)
@@ -294,7 +294,7 @@ def join(world, threads, timeout):
 
 def first(errors):
     """The error that came first; those of ranks that were merely stopped by it come last."""
-    rank, error = min(errors, key=lambda e: isinstance(e[1], Stopped))
+    rank, error = min(errors, key=lambda e: type(e[1]) is Stopped)
     if hasattr(error, "add_note") and not isinstance(error, Deadlock):           # Python 3.11
         error.add_note(f"raised by rank {rank}")
     return error

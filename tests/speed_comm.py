@@ -2,8 +2,8 @@
 
     python -m tests.speed_comm -n 2
 
-The same sendrecv around the ring both ways, in turn, so that a busy moment hits both; median, minimum
-and maximum over rounds of one call's time.  Watchdog, counters and checks are on.
+The same sendrecv around the ring both ways, in turn, so that a busy moment hits both; median,
+minimum and maximum over rounds of one call's time.  Watchdog, counters and checks are on.
 """
 import time
 
