@@ -71,6 +71,7 @@ def chosen(collective, nbytes, p, constants=(ALPHA, BETA, GAMMA)):
     return min(candidates, key=lambda name: seconds(collective, name, p, nbytes, *constants))
 
 
+@cache
 def find(collective, algorithm, nbytes, p):
     """(name, function) of the algorithm asked for, or of the chosen one."""
     name = algorithm or chosen(collective, nbytes, p)

@@ -31,10 +31,11 @@ OPS = {"sum": np.add, "max": np.maximum}
 
 def all_reduce(x, comm, op="sum", out=None, algorithm=None):
     """Sum (or max) over ranks; out=x: in place.  any shape -> same shape"""
-    add, out = function(op), start(x, out)
+    add, out = OPS.get(op) or function(op), start(x, out)
+    flat = out if out.ndim == 1 else out.reshape(-1)
     algorithm, fn = find("all_reduce", algorithm, out.nbytes, comm.size)
-    with comm.operation("all_reduce", (algorithm, op, out.shape, out.dtype.str)):
-        fn(out.reshape(-1), comm, add)
+    with comm.operation("all_reduce", (algorithm, op, out.shape, out.dtype)):
+        fn(flat, comm, add)
     return out
 
 
@@ -47,7 +48,7 @@ def reduce_scatter(x, comm, dim=0, sizes=None, op="sum", out=None, algorithm=Non
     mine = result(pieces[comm.rank].shape, x.dtype, out)
     lengths = [piece.size for piece in pieces]
     algorithm, fn = find("reduce_scatter", algorithm, x.nbytes, comm.size)
-    with comm.operation("reduce_scatter", (algorithm, op, x.shape, x.dtype.str, lengths)):
+    with comm.operation("reduce_scatter", (algorithm, op, x.shape, x.dtype, lengths)):
         if algorithm == "pairwise" and follow_each_other(x, dim):
             fn(x.reshape(-1), lengths, mine.reshape(-1), comm, add)
         else:
@@ -66,7 +67,7 @@ def all_gather(x, comm, dim=0, sizes=None, out=None, algorithm=None):
     pieces = split(whole, dim, sizes)
     lengths = [piece.size for piece in pieces]
     algorithm, fn = find("all_gather", algorithm, whole.nbytes, comm.size)
-    with comm.operation("all_gather", (algorithm, whole.shape, x.dtype.str, lengths)):
+    with comm.operation("all_gather", (algorithm, whole.shape, x.dtype, lengths)):
         if follow_each_other(whole, dim):
             pieces[comm.rank][...] = x
             fn(whole.reshape(-1), lengths, comm)
@@ -85,7 +86,7 @@ def broadcast(x, comm, root=0, out=None, algorithm=None):
     On the other ranks only the shape and dtype of x matter."""
     out = start(x, out)
     algorithm, fn = find("broadcast", algorithm, out.nbytes, comm.size)
-    with comm.operation("broadcast", (algorithm, root, out.shape, out.dtype.str)):
+    with comm.operation("broadcast", (algorithm, root, out.shape, out.dtype)):
         fn(out.reshape(-1), comm, root)
     return out
 
@@ -98,7 +99,7 @@ def reduce(x, comm, root=0, op="sum", out=None, algorithm=None):
     else:                                                   # partial sums need a place too
         out = copied([x], [x.size], comm)
     algorithm, fn = find("reduce", algorithm, x.nbytes, comm.size)
-    with comm.operation("reduce", (algorithm, op, root, x.shape, x.dtype.str)):
+    with comm.operation("reduce", (algorithm, op, root, x.shape, x.dtype)):
         fn(out.reshape(-1), comm, root, add)
     return out if comm.rank == root else None
 
@@ -110,7 +111,7 @@ def scatter(x, comm, root=0, sizes=None):
     x = np.asarray(x)
     pieces = pieces_of(x, 0, sizes, comm)
     mine = np.array(pieces[comm.rank], order="C")
-    with comm.operation("scatter", (root, [len(piece) for piece in pieces], x.dtype.str)):
+    with comm.operation("scatter", (root, [len(piece) for piece in pieces], x.dtype)):
         if comm.rank != root:
             comm.recv(mine, source=root)
         else:
@@ -126,7 +127,7 @@ def gather(x, comm, root=0, sizes=None):
     x = np.ascontiguousarray(x)
     sizes = sizes or [len(x)] * comm.size
     check_mine(len(x), sizes, comm)
-    with comm.operation("gather", (root, list(sizes), x.dtype.str)):
+    with comm.operation("gather", (root, list(sizes), x.dtype)):
         if comm.rank != root:
             comm.send(x, root)
             return None
@@ -152,7 +153,7 @@ def all_to_all(pieces, comm, shapes=None, out=None, algorithm=None):
     nbytes = sum(piece.nbytes for piece in pieces)
     algorithm, fn = find("all_to_all", algorithm, nbytes, comm.size)
     check_pieces(pieces, algorithm, comm)
-    with comm.operation("all_to_all", (algorithm, pieces[0].dtype.str)):
+    with comm.operation("all_to_all", (algorithm, pieces[0].dtype)):
         fn([piece.reshape(-1) for piece in pieces], [piece.reshape(-1) for piece in received], comm)
     return received
 
@@ -168,10 +169,11 @@ def function(op):
 
 def start(x, out):
     """The contiguous array that holds x now and takes the result later: out, or a copy of x."""
+    if out is x and x.flags.carray:                         # in place, and nothing to ask
+        return x
     x = np.asarray(x)
     out = result(x.shape, x.dtype, out)
-    if out is not x:
-        out[...] = x
+    out[...] = x
     return out
 
 

@@ -15,12 +15,13 @@ and the same steps backwards, without adding, double the range that each holds.
 Lesson: mpirun -n 4 python -m lessons.ring
 Paper:  Rabenseifner 2004, "Optimization of collective reduction operations"
 """
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
 
 from minidist.cost import chunks
-from minidist.tree import bits, fold, from_team, helps, team, to_team
+from minidist.tree import bits, fold, from_team, helps, partners, team, to_team
 
 
 def reduce_scatter(x, sizes, comm, op=np.add):
@@ -56,33 +57,38 @@ def all_reduce(x, comm, op=np.add):
 def halve(x, sizes, comm, op):
     """Swap ever smaller halves of x within the team, adding, until only my own range is left."""
     incoming = comm.scratch(x.size, x.dtype)
-    for bit in reversed(bits(comm)) if comm.rank in team(comm.size) else ():
-        mine, theirs, other = halves(x, sizes, comm, bit)
-        op(mine, comm.sendrecv(theirs, other, into=incoming[:mine.size], source=other), out=mine)
+    for partner, mine, theirs in reversed(halves(tuple(sizes), comm.rank)):
+        kept = x[mine]
+        op(kept, comm.sendrecv(x[theirs], partner, incoming[:kept.size], partner), out=kept)
 
 
 def double(x, sizes, comm):
     """Swap what is finished within the team, from my own range up to all of x."""
-    for bit in bits(comm) if comm.rank in team(comm.size) else ():
-        mine, theirs, other = halves(x, sizes, comm, bit)
-        comm.sendrecv(mine, other, into=theirs, source=other)
+    for partner, mine, theirs in halves(tuple(sizes), comm.rank):
+        comm.sendrecv(x[mine], partner, into=x[theirs], source=partner)
 
 
-def halves(x, sizes, comm, bit):
-    """The block of `bit` members' ranges that has my own, the block of my partner's, and who it is.
+@lru_cache(maxsize=256)
+def halves(sizes, rank):
+    """List (partner, the block of ranges that has mine, the block that has the partner's).
 
-    A helper's range also covers the piece of the rank that leans on it, just left of its own."""
-    members = team(comm.size)
-    ends = list(accumulate(sizes))
-    bounds = [0, *(ends[rank] for rank in members)]
-    place = members.index(comm.rank)
-    first, other = place & -bit, (place & -bit) ^ bit
-    return (x[bounds[first]:bounds[first + bit]], x[bounds[other]:bounds[other + bit]],
-            members[place ^ bit])
+    The blocks are 1, 2, 4, ... members' ranges long.  A member's range is its piece, and, just left
+    of it, the piece of the rank that leans on it."""
+    members, ends = team(len(sizes)), list(accumulate(sizes))
+    if rank not in members:
+        return ()
+    bounds = [0, *(ends[member] for member in members)]
+    place = members.index(rank)
+    steps = []
+    for bit, partner in zip(bits(len(sizes)), partners(rank, len(sizes))):
+        first, other = place & -bit, place & -bit ^ bit
+        steps.append((partner, slice(bounds[first], bounds[first + bit]),
+                      slice(bounds[other], bounds[other + bit])))
+    return tuple(steps)
 
 
 def leaning_piece(x, sizes, comm):
     """The piece of the rank outside the team that I am or that I help (for others: not used)."""
-    rank = comm.rank - 1 if helps(comm) else comm.rank
+    rank = comm.rank - 1 if helps(comm.rank, comm.size) else comm.rank
     start = sum(sizes[:rank])
     return x[start:start + sizes[rank]]

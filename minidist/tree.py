@@ -108,10 +108,19 @@ def recursive_doubling(x, comm, op=np.add):
     Collective: every rank calls.  Partners add the same two numbers, so all ranks agree bitwise."""
     incoming = comm.scratch(x.size, x.dtype)
     fold(x, incoming, comm, op)
-    for bit in bits(comm) if comm.rank in team(comm.size) else ():
-        other = partner(comm, bit)
-        op(x, comm.sendrecv(x, other, into=incoming, source=other), out=x)
+    for partner in partners(comm.rank, comm.size):
+        op(x, comm.sendrecv(x, partner, incoming, partner), out=x)
     from_team(x, comm)
+
+
+@cache
+def partners(rank, size):
+    """The members of the team whose places differ from mine in bit 1, 2, 4, ...; none outside it."""
+    members = team(size)
+    if rank not in members:
+        return ()
+    place = members.index(rank)
+    return tuple(members[place ^ bit] for bit in bits(size))
 
 
 # --- Where a power of two is needed, the ranks outside a team lean on their right neighbours. ---
@@ -123,27 +132,22 @@ def team(size):
     return (*range(1, 2 * extra, 2), *range(2 * extra, size))
 
 
-def bits(comm):
-    """1, 2, 4, ... below the team's size: the distances at which its members meet."""
-    return [1 << k for k in range(comm.size.bit_length() - 1)]
+def bits(size):
+    """1, 2, 4, ... below the size of the team of so many ranks."""
+    return [1 << k for k in range(size.bit_length() - 1)]
 
 
-def partner(comm, bit):
-    """The member of the team whose place differs from mine in one bit."""
-    members = team(comm.size)
-    return members[members.index(comm.rank) ^ bit]
-
-
-def helps(comm):
+@cache
+def helps(rank, size):
     """Whether my left neighbour leans on me."""
-    return comm.rank > 0 and comm.rank - 1 not in team(comm.size)
+    return rank > 0 and rank - 1 not in team(size)
 
 
 def to_team(x, into, comm):
     """Send x from a rank outside the team to its helper's into; True where it arrived."""
     if comm.rank not in team(comm.size):
         comm.send(x, comm.rank + 1)
-    elif helps(comm):
+    elif helps(comm.rank, comm.size):
         comm.recv(into, source=comm.rank - 1)
         return True
     return False
@@ -153,7 +157,7 @@ def from_team(x, comm):
     """Fill x of the ranks outside the team from their helpers."""
     if comm.rank not in team(comm.size):
         comm.recv(x, source=comm.rank + 1)
-    elif helps(comm):
+    elif helps(comm.rank, comm.size):
         comm.send(x, comm.rank - 1)
 
 

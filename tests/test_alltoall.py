@@ -31,7 +31,8 @@ def test_bruck_equals_pairwise(p, n):
         assert all(np.array_equal(got[s], results[s][0][r]) for s in range(p))
 
 
-@pytest.mark.parametrize("p, hops", zip([2, 3, 4, 5, 6, 7, 8, 16], [1, 2, 4, 5, 7, 9, 12, 32]))
+@pytest.mark.parametrize("p, hops", list(zip(
+    [2, 3, 4, 5, 6, 7, 8, 16], [1, 2, 4, 5, 7, 9, 12, 32])))
 def test_bruck_sends_one_piece_per_bit_of_its_way(p, hops):
     def body(comm):
         pieces = np.zeros((p, 3), "float32")
