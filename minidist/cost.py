@@ -1,10 +1,10 @@
 """Closed forms: what every technique sends, holds and waits for, before it runs.
 
-Bytes are bytes *sent* by one rank.  Imports nothing but math, knows no array and no rank but its number.
+Bytes are bytes *sent* by one rank.  Imports no array, and knows no rank but its number.
 """
 from typing import NamedTuple
 
-# === Collectives: cost.all_reduce("ring", p, n, itemsize, rank) -> Price(steps, messages, bytes) ===
+# === Collectives: cost.all_reduce("ring", p, n, itemsize, rank) -> Price(steps, messages, bytes)
 
 from minidist.traffic import (                                                  # noqa: F401
     Price, all_gather, all_reduce, all_to_all, broadcast, chunks, double_tree, gather, hierarchical,

@@ -17,14 +17,14 @@ ROWS = [
     "mappings placement buckets",
     "dp zero tp sp cp pp ep recompute offload precision compress",
     "step ledger trace verify checkpoint parallel progress train bench_fit "
-    "bench_collectives bench simulate plan doctor",
+    "bench_collectives bench_tp bench simulate plan doctor",
 ]
 PLACE = {name: (row, column) for row, names in enumerate(ROWS)
          for column, name in enumerate(names.split())}
 STRATEGIES = ROWS[4].split()
 PAIRED = STRATEGIES + ["ring", "collectives", "mesh", "checkpoint"]
-PRINTS = {"train", "progress", "bench", "bench_collectives", "bench_fit", "doctor", "simulate",
-          "plan", "mesh"}                                         # they are commands, or parts
+PRINTS = {"train", "progress", "bench", "bench_collectives", "bench_fit", "bench_tp", "doctor",
+          "simulate", "plan", "mesh"}                             # they are commands, or parts
 MPI = {"comm", "processes"}                                       # comm, and its wire over MPI
 LONGEST = {"lessons/kit.py": 400}                                 # every other file: 320 lines
 
