@@ -85,7 +85,8 @@ def milliseconds(times):
 def table(row, alone, together):
     """Write down medians, with the fastest and the slowest."""
     lines = [f"one step of {row['preset']}, float32, batch {row['batch']}, "
-             f"{len(alone)} steps each, in turn", "", f"{'':18} {'ms':>8}  {'fastest':>8}  {'slowest':>8}  of one rank's"]
+             f"{len(alone)} steps each, in turn", "",
+             f"{'':18} {'ms':>8}  {'fastest':>8}  {'slowest':>8}  of one rank's"]
     name = f"tp={row['ranks']}" + (" with sp" if row["sp"] else "")
     for label, times, share in (("one rank", alone, 1.0), (name, together, row["ratio"])):
         cells = "  ".join(f"{x * 1e3:8.1f}" for x in (statistics.median(times), min(times),
