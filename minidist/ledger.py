@@ -7,7 +7,7 @@
 
 Every number is a sum over arrays that are alive now, each buffer counted once; cost predicts them.
 
-Lesson: python -m lessons.step
+Lesson: mpirun -n 4 python -m lessons.memory   (and lessons.step)
 """
 from types import SimpleNamespace
 from typing import NamedTuple
