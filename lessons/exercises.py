@@ -91,6 +91,8 @@ def origins(module):
         if isinstance(node, ast.ImportFrom):
             source = resolve_name("." * node.level + (node.module or ""), module.__package__)
             where.update((alias.name, f"from {source} import") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            where.update((alias.name, "import") for alias in node.names if not alias.asname)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             where[node.name] = f"from {module.__name__} import"
         elif isinstance(node, ast.Assign):

@@ -167,7 +167,7 @@ def article(lesson, per_parameter):
     lesson.say(f"""
         16 GB is the sum *before* activations: the article left them out of its total. A is
         34 s b h + 5 a s^2 b bytes per layer: one sequence costs {kept[1] / 350e9:.1f} of what the
-        weights take, so nobody keeps it all (flash, recompute). P + G + O fill {gpus:.0f} H100s.""")
+        weights take, so nobody keeps it all (flash, recompute). P + G + O: {gpus:.0f} H100s.""")
 
 
 def over_step(lesson):

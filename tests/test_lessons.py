@@ -24,6 +24,8 @@ PLANTED = {
     ("step", "layer_norm"): ("gx += g * w.data", "gx += g"),
     ("step", "gelu"): ("np.multiply(g, slope, out=slope)", "np.multiply(x.data, slope, out=slope)"),
     ("memory", "held"): ("p.grad.nbytes for", "p.grad.size for"),
+    ("mesh", "coordinates"): ("tuple(sizes.values())", "tuple(sizes.values()), order='F'"),
+    ("mesh", "groups"): ("outside + inside", "inside + outside"),
     ("collectives", "broadcast"): ("place + bit < comm.size", "place + 2 * bit < comm.size"),
     ("collectives", "reduce"): ("op(x, ", "op(incoming, "),
     ("collectives", "pairwise"): ("received[comm.rank][...] = pieces[comm.rank]", "pass"),
