@@ -71,7 +71,9 @@ class Comm(Counting):
         """Send x and receive into at the same time, so that a cycle cannot block; return into."""
         # Every collective spends its time here: _out, _in, _begin and _end, without the calls.
         try:
-            tag, expected = self._tag + CODES[x.dtype], self._tag + CODES[into.dtype]
+            tag = expected = self._tag + CODES[x.dtype]
+            if into.dtype is not x.dtype:
+                expected = self._tag + CODES[into.dtype]
             fine = (x.flags.c_contiguous and into.flags.carray
                     and 0 <= to < self.size and 0 <= source < self.size)
         except (AttributeError, KeyError):

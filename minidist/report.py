@@ -219,7 +219,7 @@ def cycle_text(ring):
     if kinds <= {"send", "isend"}:
         return (f"all send first, in a cycle ({path}), and nobody receives. This hangs only for "
                 "large messages, since MPI buffers small ones: use sendrecv or shift")
-    if kinds <= {"recv", "irecv"} and len({r.op for r in ring}) == 1:
+    if kinds <= {"recv", "irecv"} and len({(r.op, r.number) for r in ring}) == 1:
         return f"a cycle of receives ({path}): each waits for the next, and nobody sends"
     for a, b in zip(ring, [*ring[1:], ring[0]]):
         if (a.op, a.number, a.group) != (b.op, b.number, b.group):
