@@ -16,7 +16,7 @@ from functools import partial
 from importlib.util import module_from_spec, resolve_name, spec_from_file_location
 
 from lessons import substitute
-from minidist import BadInput
+from minidist import BadInput, flags
 
 SIZES = (1, 2, 3, 4)
 
@@ -43,7 +43,7 @@ def load(path):
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise BadInput(f"{path}, line {error.lineno}: {error.msg}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadInput(f"importing {substitute.describe(error, path)}") from None
     return module
 
@@ -54,8 +54,7 @@ def write_stub(lesson):
     """Write FILE: imports, signatures and docstrings of the exercise, bodies to be filled in."""
     script, path = lesson.script, lesson.options.stub
     if lesson.comm.rank == 0:
-        with open(path, "w") as file:
-            file.write(stub(script, path))
+        flags.write(path, lambda file: file.write(stub(script, path).encode()))
     names = ", ".join(f"{f.__module__}.{f.__name__}" for f in script.exercise)
     lesson.say(f"{path}: write {names}; then\n  python -m lessons.{script.name} --mine {path}")
 

@@ -65,7 +65,7 @@ from lessons import exercises, substitute, tables
 from lessons.script import ask, parse, read, terminal
 from lessons.substitute import breaks
 from lessons.tables import duration, fold, size
-from minidist import launch
+from minidist import flags, launch
 from minidist.comm import run_threads, solo, world
 
 __all__ = ["run", "run_on_threads", "breaks", "difference", "duration", "fold", "size", "Lesson"]
@@ -97,9 +97,7 @@ def _session(comm, script, options, out, ranks=None):
     lesson, start = Lesson(comm, script, options, out), time.perf_counter()
     if script.alone and comm.size > 1:
         return lesson.share(lambda: _session(solo(), script, options, out, comm.size))
-    if options.help:
-        lesson.say(options.help_text)
-    elif options.stub:
+    if options.stub:
         exercises.write_stub(lesson)
     elif options.mine:
         exercises.grade(lesson)
@@ -113,8 +111,7 @@ def _session(comm, script, options, out, ranks=None):
         lesson.print_end(time.perf_counter() - start)
     result = lesson.result(time.perf_counter() - start, ranks or comm.size)
     if options.json and comm.rank == 0:
-        with open(options.json, "w") as file:
-            json.dump(result, file, indent=1)
+        flags.write(options.json, lambda file: file.write(json.dumps(result, indent=1).encode()))
     lesson.comm.barrier()                                  # nobody leaves before it is written
     return result
 
@@ -175,9 +172,8 @@ class Lesson:
         from matplotlib.figure import Figure               # no pyplot: no window, no global state
         picture = Figure(figsize=(9, 5), layout="constrained")
         draw(picture, *data)
-        os.makedirs(self.options.out, exist_ok=True)
         path = os.path.join(self.options.out, (name or self.script.name) + ".png")
-        picture.savefig(path, dpi=110)
+        flags.write(path, lambda file: picture.savefig(file, dpi=110, format="png"))
         self.say(f"picture: {path}")
 
     # ---- guessing

@@ -1,10 +1,9 @@
 """A lesson's script as the kit sees it: its header, its proof, its bugs, its flags."""
-import argparse
 import os
 import sys
 from dataclasses import dataclass
 
-from minidist import BadInput
+from minidist import BadInput, flags
 
 
 @dataclass(frozen=True)
@@ -41,18 +40,12 @@ def split_header(doc):
     return title, question.strip(), lines
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise BadInput(f"{message}; see --help")
-
-
 def parse(script, argv):
     """Read the command line.  Raises BadInput."""
-    parser = _Parser(prog=f"python -m lessons.{script.name}", add_help=False,
-                     description=script.question, allow_abbrev=False,
-                     epilog=f"example: mpirun -n 4 python -m lessons.{script.name} --predict")
+    command = f"python -m lessons.{script.name}"
+    parser = flags.Parser(prog=command, description=script.question,
+                          epilog=f"example: mpirun -n 4 {command} --predict")
     add = parser.add_argument
-    add("--help", action="store_true", help="print this and leave")
     add("-n", metavar="N", help="start N ranks (instead of mpirun -n N)")
     add("--predict", nargs="?", const="ask", metavar="NUMBERS",
         help="guess before you see: asks on a terminal, or takes your numbers (6,2,1.5)")
@@ -67,7 +60,7 @@ def parse(script, argv):
     for flag, text in script.flags.items():
         add("--" + flag, metavar="VALUE", help=text)
     options = parser.parse_args(list(argv))
-    options.help_text, options.processes = parser.format_help(), False
+    options.processes = False
     _check(script, options)
     return options
 
@@ -80,6 +73,9 @@ def _check(script, options):
                        f"it has {', '.join(names + ['mystery'])}")
     if (options.stub or options.mine) and not script.exercise:
         raise BadInput(f"lessons.{script.name} has no exercise to write")
+    for path in (options.stub, options.json, os.path.join(options.out, script.name + ".png")):
+        if path:
+            flags.writable(path)
     if options.stub and os.path.exists(options.stub):
         raise BadInput(f"{options.stub} exists already; name a new file for the stub")
     if options.mine and not os.path.isfile(options.mine):

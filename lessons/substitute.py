@@ -112,7 +112,7 @@ def trial(lesson, ranks, out=None, sync=False):
 
     try:
         run_threads(ranks, prove, sync=sync, timeout=TIMEOUT)
-    except Exception as error:
+    except (Exception, SystemExit) as error:               # exit(0) would look like success
         outcome.error = describe(error, lesson.options.mine)
     return outcome
 

@@ -330,10 +330,16 @@ def test_an_exception_names_file_line_and_function(tmp_path):
     (GOOD, "does not define all_reduce"),
     ("def all_reduce(x, comm:\n", "line 4"),
     ("import no_such_module\n", "No module named"),
+    ("exit(0)\n", "line 4, in <module>: SystemExit"),
 ])
 def test_a_file_that_cannot_be_used_is_refused(text, message, tmp_path):
     with pytest.raises(BadInput, match=message):
         graded(text, tmp_path)
+
+
+def test_leaving_is_no_success(tmp_path):
+    result = graded(GOOD + "\ndef all_reduce(x, comm, op=np.add):\n    exit(0)\n", tmp_path)
+    assert not result["ok"] and "SystemExit" in result["output"]
 
 
 def test_functions_are_the_module_s_again_afterwards(tmp_path):
@@ -350,6 +356,9 @@ def test_functions_are_the_module_s_again_afterwards(tmp_path):
     (["--predict", "six"], "--predict takes numbers"),
     (["--mine", "no_such_file.py"], "is not a file"),
     (["--stub", __file__], "exists already"),
+    (["--stub", "/proc/none/mine.py"], "cannot write /proc/none/mine.py"),
+    (["--json", "/proc/none/result.json"], "cannot write"),
+    (["--out", __file__], "cannot write"),
 ])
 def test_bad_input_is_one_sentence(argv, message):
     from lessons import ring as ring_lesson
