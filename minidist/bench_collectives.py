@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import time
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -95,7 +96,7 @@ def wanted(options):
 # --- What is called, and what must come out. ---
 
 class Case(NamedTuple):
-    """A collective on arrays of one size: call(algorithm) or mpi(), then result must be expected."""
+    """A collective on arrays of one size: after call() or mpi(), result must be as expected."""
     nbytes: int
     reset: object
     call: object
@@ -105,8 +106,15 @@ class Case(NamedTuple):
 
 
 def values(n, rank):
-    """Whole numbers that differ from rank to rank, and their sum over p ranks is exact."""
-    return (np.arange(n, dtype="float32") % 1000) + rank
+    """Whole numbers that differ from rank to rank; their sum over ranks is exact."""
+    return np.add(np.arange(n, dtype="float32") % 1000, rank, out=empty(n))
+
+
+def empty(n):
+    """n numbers at the start of a page: where an array lies must not decide who is faster."""
+    raw = np.empty(4 * n + 4096, "u1")
+    start = -raw.ctypes.data % 4096
+    return raw[start:start + 4 * n].view("float32")
 
 
 def total(n, p):
@@ -114,50 +122,51 @@ def total(n, p):
 
 
 def all_reduce(n, group, mpi):
-    source, x = values(n, group.rank), np.empty(n, "float32")
+    source, x = values(n, group.rank), empty(n)
     return Case(x.nbytes, lambda: np.copyto(x, source),
-                lambda name: collectives.all_reduce(x, group, out=x, algorithm=name),
+                partial(collectives.all_reduce, x, group, out=x),
                 lambda: mpi.Allreduce(IN_PLACE, x), x, total(n, group.size))
 
 
 def reduce_scatter(n, group, mpi):
     x, m = values(n, group.rank), n // group.size
-    piece = np.empty(m, "float32")
+    piece = empty(m)
     return Case(x.nbytes, lambda: piece.fill(0),
-                lambda name: collectives.reduce_scatter(x, group, out=piece, algorithm=name),
+                partial(collectives.reduce_scatter, x, group, out=piece),
                 lambda: mpi.Reduce_scatter_block(x, piece), piece,
                 total(n, group.size)[m * group.rank:][:m])
 
 
 def all_gather(n, group, mpi):
-    whole, m = np.empty(n, "float32"), n // group.size
-    piece = values(n, 0)[m * group.rank:][:m]
+    whole, m = empty(n), n // group.size
+    piece = empty(m)
+    piece[...] = values(n, 0)[m * group.rank:][:m]
     return Case(whole.nbytes, lambda: whole.fill(0),
-                lambda name: collectives.all_gather(piece, group, out=whole, algorithm=name),
+                partial(collectives.all_gather, piece, group, out=whole),
                 lambda: mpi.Allgather(piece, whole), whole, values(n, 0))
 
 
 def all_to_all(n, group, mpi):
     m, p = n // group.size, group.size
-    rows, came = values(n, group.rank).reshape(p, m), np.empty((p, m), "float32")
+    rows, came = values(n, group.rank).reshape(p, m), empty(n).reshape(p, m)
     expected = np.stack([values(n, r).reshape(p, m)[group.rank] for r in range(p)])
     return Case(rows.nbytes, lambda: came.fill(0),
-                lambda name: collectives.all_to_all(rows, group, out=list(came), algorithm=name),
+                partial(collectives.all_to_all, rows, group, out=list(came)),
                 lambda: mpi.Alltoall(rows, came), came, expected)
 
 
 def broadcast(n, group, mpi):
-    source, x = values(n, group.rank), np.empty(n, "float32")
+    source, x = values(n, group.rank), empty(n)
     return Case(x.nbytes, lambda: np.copyto(x, source),
-                lambda name: collectives.broadcast(x, group, out=x, algorithm=name),
+                partial(collectives.broadcast, x, group, out=x),
                 lambda: mpi.Bcast(x, 0), x, values(n, 0))
 
 
 def reduce(n, group, mpi):
-    x, out = values(n, group.rank), np.empty(n, "float32")
+    x, out = values(n, group.rank), empty(n)
     expected = total(n, group.size) if group.rank == 0 else np.zeros(n, "float32")
     return Case(x.nbytes, lambda: out.fill(0),
-                lambda name: collectives.reduce(x, group, out=out, algorithm=name),
+                partial(collectives.reduce, x, group, out=out),
                 lambda: mpi.Reduce(x, out, root=0), out, expected)
 
 
@@ -187,7 +196,7 @@ def measure(collective, nbytes, algorithm, group):
     case = CASES[collective](max(p, nbytes // 4 // p * p), group, mpi)
     calls = {} if mpi is None else {"mpi": case.mpi}
     for name in contenders(collective, case.nbytes, p, algorithm):
-        calls[name] = lambda name=name: case.call(name.removeprefix("auto:"))
+        calls[name] = case.call if name.startswith("auto:") else partial(case.call, algorithm=name)
     times = timed(case, calls, rounds(case.nbytes), group)
     wrong = {name: errors(case, call, group) for name, call in calls.items()}
     return [row(collective, name, case.nbytes, p, times, wrong[name]) for name in calls]

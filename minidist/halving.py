@@ -21,14 +21,14 @@ from itertools import accumulate
 import numpy as np
 
 from minidist.cost import chunks
-from minidist.tree import bits, fold, from_team, helps, partners, team, to_team
+from minidist.tree import bits, place, team
 
 
 def reduce_scatter(x, sizes, comm, op=np.add):
     """Sum in place; afterwards piece r of x is complete on rank r, the rest is not.  [n]
 
     Collective: every rank calls.  sizes: the length of each rank's piece."""
-    fold(x, comm.scratch(x.size, x.dtype), comm, op)
+    to_team(x, comm, op)
     halve(x, sizes, comm, op)
     from_team(leaning_piece(x, sizes, comm), comm)
 
@@ -37,8 +37,7 @@ def all_gather(x, sizes, comm):
     """Fill in all of x, starting from piece r on rank r.  [n]
 
     Collective: every rank calls.  sizes: the length of each rank's piece."""
-    piece = leaning_piece(x, sizes, comm)
-    to_team(piece, piece, comm)
+    to_team(leaning_piece(x, sizes, comm), comm)
     double(x, sizes, comm)
     from_team(x, comm)
 
@@ -48,7 +47,7 @@ def all_reduce(x, comm, op=np.add):
 
     Collective: every rank calls.  One rank finishes each piece, so all ranks agree bitwise."""
     sizes = chunks(x.size, comm.size)
-    fold(x, comm.scratch(x.size, x.dtype), comm, op)
+    to_team(x, comm, op)
     halve(x, sizes, comm, op)
     double(x, sizes, comm)
     from_team(x, comm)
@@ -78,17 +77,40 @@ def halves(sizes, rank):
     if rank not in members:
         return ()
     bounds = [0, *(ends[member] for member in members)]
-    place = members.index(rank)
+    mine = members.index(rank)
     steps = []
-    for bit, partner in zip(bits(len(sizes)), partners(rank, len(sizes))):
-        first, other = place & -bit, place & -bit ^ bit
+    for bit, partner in zip(bits(len(sizes)), place(rank, len(sizes)).partners):
+        first, other = mine & -bit, mine & -bit ^ bit
         steps.append((partner, slice(bounds[first], bounds[first + bit]),
                       slice(bounds[other], bounds[other + bit])))
     return tuple(steps)
 
 
+# --- Ranks outside the team: before and after. ---
+
 def leaning_piece(x, sizes, comm):
-    """The piece of the rank outside the team that I am or that I help (for others: not used)."""
-    rank = comm.rank - 1 if helps(comm.rank, comm.size) else comm.rank
+    """The piece of the rank outside the team that I am or that leans on me (for others: mine)."""
+    leaning = place(comm.rank, comm.size).leaning
+    rank = comm.rank if leaning is None else leaning
     start = sum(sizes[:rank])
     return x[start:start + sizes[rank]]
+
+
+def to_team(x, comm, op=None):
+    """Send x from the ranks outside the team to their helpers, who add it, or without op take it."""
+    _, helper, leaning = place(comm.rank, comm.size)
+    if helper is not None:
+        comm.send(x, helper)
+    if leaning is not None:
+        came = comm.recv(comm.scratch(x.size, x.dtype) if op else x, leaning)
+        if op:
+            op(x, came, out=x)
+
+
+def from_team(x, comm):
+    """Send x from the helpers to the ranks outside the team."""
+    _, helper, leaning = place(comm.rank, comm.size)
+    if leaning is not None:
+        comm.send(x, leaning)
+    if helper is not None:
+        comm.recv(x, helper)

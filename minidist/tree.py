@@ -19,6 +19,7 @@ Paper:  Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communica
         in MPICH"
 """
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -107,23 +108,27 @@ def recursive_doubling(x, comm, op=np.add):
 
     Collective: every rank calls.  Partners add the same two numbers, so all ranks agree bitwise."""
     incoming = comm.scratch(x.size, x.dtype)
-    fold(x, incoming, comm, op)
-    for partner in partners(comm.rank, comm.size):
+    partners, helper, leaning = place(comm.rank, comm.size)
+    if leaning is not None:
+        op(x, comm.recv(incoming, leaning), out=x)
+    if helper is not None:
+        comm.send(x, helper)
+    for partner in partners:
         op(x, comm.sendrecv(x, partner, incoming, partner), out=x)
-    from_team(x, comm)
-
-
-@cache
-def partners(rank, size):
-    """The members of the team whose places differ from mine in bit 1, 2, 4, ...; none outside it."""
-    members = team(size)
-    if rank not in members:
-        return ()
-    place = members.index(rank)
-    return tuple(members[place ^ bit] for bit in bits(size))
+    if leaning is not None:
+        comm.send(x, leaning)
+    if helper is not None:
+        comm.recv(x, helper)
 
 
 # --- Where a power of two is needed, the ranks outside a team lean on their right neighbours. ---
+
+class Place(NamedTuple):
+    """What a rank does where only a power of two can work."""
+    partners: tuple                 # members whose places differ from mine in bit 1, 2, 4, ...
+    helper: int | None              # who works for me, if I am outside the team
+    leaning: int | None             # for whom I work besides
+
 
 @cache
 def team(size):
@@ -138,30 +143,11 @@ def bits(size):
 
 
 @cache
-def helps(rank, size):
-    """Whether my left neighbour leans on me."""
-    return rank > 0 and rank - 1 not in team(size)
-
-
-def to_team(x, into, comm):
-    """Send x from a rank outside the team to its helper's into; True where it arrived."""
-    if comm.rank not in team(comm.size):
-        comm.send(x, comm.rank + 1)
-    elif helps(comm.rank, comm.size):
-        comm.recv(into, source=comm.rank - 1)
-        return True
-    return False
-
-
-def from_team(x, comm):
-    """Fill x of the ranks outside the team from their helpers."""
-    if comm.rank not in team(comm.size):
-        comm.recv(x, source=comm.rank + 1)
-    elif helps(comm.rank, comm.size):
-        comm.send(x, comm.rank - 1)
-
-
-def fold(x, incoming, comm, op):
-    """Add the vectors of the ranks outside the team to their helpers'.  [n]"""
-    if to_team(x, incoming, comm):
-        op(x, incoming, out=x)
+def place(rank, size):
+    """My Place among so many ranks."""
+    members = team(size)
+    if rank not in members:
+        return Place((), rank + 1, None)
+    mine = members.index(rank)
+    partners = tuple(members[mine ^ bit] for bit in bits(size))
+    return Place(partners, None, rank - 1 if rank and rank - 1 not in members else None)

@@ -107,17 +107,18 @@ def test_team_is_a_power_of_two_and_every_other_rank_has_a_helper():
         members = tree.team(p)
         assert len(members) == 1 << p.bit_length() - 1
         outside = [r for r in range(p) if r not in members]
-        helpers = [r for r in members if tree.helps(r, p)]
-        assert [r + 1 for r in outside] == helpers
+        leaning = [tree.place(r, p).leaning for r in members]
+        assert [r for r in leaning if r is not None] == outside
+        assert all(tree.place(tree.place(r, p).helper, p).leaning == r for r in outside)
     assert tree.team(6) == (1, 3, 4, 5)
 
 
 def test_partners_are_mutual():
     for p in UP_TO_64:
         for r in range(p):
-            partners = tree.partners(r, p)
+            partners = tree.place(r, p).partners
             assert len(partners) == (len(tree.bits(p)) if r in tree.team(p) else 0)
-            assert all(other != r and tree.partners(other, p)[k] == r
+            assert all(other != r and tree.place(other, p).partners[k] == r
                        for k, other in enumerate(partners))
 
 
