@@ -71,6 +71,15 @@ def gpt_activations(B, T, D, H, L, V, targets, K=None, w=4, tile=64, dropout=Fal
     return embed + L * block + head
 
 
+def gpt_flops(B, T, D, H, L, V, K=None):
+    """FLOPs of the matrix products of one step, with attention's T x T weights counted in full.
+
+    Two per multiply and add; backward makes two products for each one of forward."""
+    N, rows = B * T, D + 2 * (K or H) * D // H
+    block = N * D * rows + N * D * D + 8 * N * D * D + 2 * N * T * D
+    return 3 * 2 * (L * block + N * D * V)
+
+
 def textbook_activations(B, T, D, H):
     """Bytes per layer by Korthikanti et al. 2022: 16-bit numbers, masks of one byte, full T x T."""
     return 34 * B * T * D + 5 * H * T * T * B
@@ -171,3 +180,28 @@ def tp_block_activations(B, T, D, H, p, K=None, w=4, tile=64, dropout=False, seq
 
     return [kept._replace(bytes=kept.bytes // divisor(kept))
             for kept in block_activations(B, T, D, H, K, w, tile, dropout)]
+
+
+# === One operation, forward: what it computes, and what it must move at the least ===
+#
+# Every input read once, every result written once, w bytes per number; a multiply-add is two flops.
+
+class Work(NamedTuple):
+    """What an operation asks of a machine."""
+    flops: int
+    bytes: int
+
+
+def linear_work(N, I, O, w=4):
+    """Work of N tokens through weights [O, I] and a bias: 2 flops per weight and token."""
+    return Work(2 * N * I * O + N * O, w * (N * I + I * O + O + N * O))
+
+
+def attention_work(B, T, D, H, w=4, tile=64):
+    """Work of the two products of causal attention, in tiles; reads q, k, v, writes their size."""
+    return Work(2 * 2 * B * D * tiles(T, tile), w * 4 * B * T * D)
+
+
+def at_least(work, peak, bandwidth):
+    """Seconds that no machine can beat: its flops per second, or bytes per second, run out."""
+    return max(work.flops / peak, work.bytes / bandwidth)

@@ -17,13 +17,13 @@ ROWS = [
     "mappings placement buckets",
     "dp zero tp sp cp pp ep recompute offload precision compress",
     "step ledger trace verify checkpoint parallel progress train bench_fit "
-    "bench_collectives bench_tp bench simulate plan doctor",
+    "bench_engine bench_collectives bench_train bench_tp bench simulate plan doctor",
 ]
 PLACE = {name: (row, column) for row, names in enumerate(ROWS)
          for column, name in enumerate(names.split())}
 STRATEGIES = ROWS[4].split()
 PAIRED = STRATEGIES + ["ring", "collectives", "mesh", "checkpoint"]
-PRINTS = {"train", "progress", "bench", "bench_collectives", "bench_fit", "bench_tp", "doctor",
+PRINTS = {"train", "progress", "bench", "bench_engine", "bench_train", "bench_collectives", "bench_fit", "bench_tp", "doctor",
           "simulate", "plan", "mesh"}                             # they are commands, or parts
 MPI = {"comm", "processes"}                                       # comm, and its wire over MPI
 LONGEST = {"lessons/kit.py": 400}                                 # every other file: 320 lines
@@ -86,7 +86,7 @@ def test_only_the_communicator_knows_mpi(name):
 def test_nothing_else_is_needed(path):
     """numpy, mpi4py, matplotlib; pytest and, where it happens to be, torch in tests and bench."""
     allowed = {"numpy", "mpi4py", "matplotlib", "minidist", "lessons", "tests", "pydoc_data"}
-    if path.parent.name == "tests" or path.stem == "bench":
+    if path.parent.name == "tests" or path.stem.startswith("bench"):
         allowed |= {"pytest", "torch"}
     from sys import stdlib_module_names
     used = {i.split(".")[0] for i in imports(path)} - {"__future__", "__main__"}
