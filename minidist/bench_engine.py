@@ -120,7 +120,7 @@ def start(preset):
 
 
 def product():
-    """Make a function that multiplies two matrices, the best this machine can do.  2 PEAK^3 FLOPs"""
+    """Make a function that multiplies two large matrices: the best this machine can do."""
     a, b = np.random.default_rng(0).standard_normal((2, PEAK, PEAK), np.float32)
     c = np.empty_like(a)
     return lambda: np.matmul(a, b, out=c)
