@@ -184,9 +184,9 @@ def kilobytes(field):
 # ------------------------------------------------------------------------ what is printed
 
 def header(twin):
-    import_name = f"PyTorch {twin.torch.__version__}" if twin else "no PyTorch here"
-    return (f"one training step, float32, AdamW, one thread; NumPy {np.__version__}, {import_name}; "
-            f"{platform.processor() or platform.machine()}\n"
+    reference = f"PyTorch {twin.torch.__version__}" if twin else "no PyTorch here"
+    return (f"one training step, float32, AdamW, one thread; NumPy {np.__version__}, "
+            f"{reference}; {platform.processor() or platform.machine()}\n"
             "GFLOP/s: matrix products alone, attention counted as full T x T; medians of steps "
             "taken in turn\n\n"
             f"{'preset':8} {'batch':>5} {'ms':>8} {'GFLOP/s':>8} {'of sgemm':>8} {'peak MB':>8} "
