@@ -21,11 +21,14 @@ FUNCTIONS = [(name, f.__name__) for name in NAMES for f in SCRIPTS[name].exercis
 
 # A planted error for each function that a reader writes: this text of its source, replaced.
 PLANTED = {
-    ("step", "layer_norm"): ("gx += g * w.data", "gx += g"),
+    ("step", "layer_norm"): ("unit * w.data", "unit * 1"),
     ("step", "gelu"): ("np.multiply(g, slope, out=slope)", "np.multiply(x.data, slope, out=slope)"),
     ("memory", "held"): ("p.grad.nbytes for", "p.grad.size for"),
     ("mesh", "coordinates"): ("tuple(sizes.values())", "tuple(sizes.values()), order='F'"),
     ("mesh", "groups"): ("outside + inside", "inside + outside"),
+    ("walls", "linear_work"): ("+ N * F, w", ", w"),
+    ("walls", "attention_work"): ("w * 4 *", "w * 3 *"),
+    ("walls", "at_least"): ("max(", "min("),
     ("collectives", "broadcast"): ("place + bit < comm.size", "place + 2 * bit < comm.size"),
     ("collectives", "reduce"): ("op(x, ", "op(incoming, "),
     ("collectives", "pairwise"): ("received[comm.rank][...] = pieces[comm.rank]", "pass"),
