@@ -19,11 +19,12 @@ from typing import NamedTuple
 import numpy as np
 
 from minidist import BadInput, bench_fit, collectives, comm, flags
-from minidist.algorithms import ALGORITHMS, AUTOMATIC, chosen
+from minidist.algorithms import ALGORITHMS, chosen
 
 SMALLEST, LARGEST, WARM_UP = 1 << 10, 1 << 26, 2
 COLUMNS = ("#{:>10} {:>11} {:>6}  {:<25}{:>10} {:>10} {:>10} {:>7} {:>7} {:>5} {:>6}")
-HEAD = ("size", "count", "type", "algorithm", "time", "min", "max", "algbw", "busbw", "wrong", "ratio")
+HEAD = ("size", "count", "type", "algorithm", "time", "min", "max", "algbw", "busbw", "wrong",
+        "ratio")
 UNITS = ("(B)", "", "", "", "(us)", "(us)", "(us)", "(GB/s)", "(GB/s)", "", "")
 
 
@@ -170,7 +171,8 @@ def reduce(n, group, mpi):
                 lambda: mpi.Reduce(x, out, root=0), out, expected)
 
 
-CASES = {f.__name__: f for f in (all_reduce, reduce_scatter, all_gather, all_to_all, broadcast, reduce)}
+CASES = {f.__name__: f for f in (all_reduce, reduce_scatter, all_gather, all_to_all, broadcast,
+                                reduce)}
 DONE = {"all_reduce": "in place", "reduce_scatter": "size of the input", "all_gather":
         "size of the output", "all_to_all": "size of a rank's input", "broadcast": "from rank 0",
         "reduce": "to rank 0"}
@@ -259,9 +261,9 @@ def header(group):
     library = "no MPI" if mpi is None else library_version()
     return (f"# {group.size} ranks on {len(os.sched_getaffinity(0))} cores, {platform.machine()} "
             f"{cpu()}; {library}\n# Python {platform.python_version()}, NumPy {np.__version__}, "
-            f"{os.environ.get('OMP_NUM_THREADS', '?')} BLAS thread per rank, counters and watchdog on\n"
-            f"# time: of the slowest rank, median of the rounds [min, max], after {WARM_UP} warm-up "
-            "rounds\n# ratio: MPI's time / ours.  GB = 1e9 bytes")
+            f"{os.environ.get('OMP_NUM_THREADS', '?')} BLAS thread per rank, counters and watchdog "
+            f"on\n# time: of the slowest rank, median of the rounds [min, max], after {WARM_UP} to "
+            "warm up\n# ratio: MPI's time / ours.  GB = 1e9 bytes")
 
 
 def library_version():

@@ -49,8 +49,8 @@ def report(fit, rows):
     for collective, p, nbytes in sorted({(r.collective, r.ranks, r.bytes) for r in rows}):
         ours, fitted = chosen(collective, nbytes, p), chosen(collective, nbytes, p, constants)
         if ours != fitted:
-            lines.append(f"# {collective} of {nbytes} bytes: the choice is {ours}, the fit's would be "
-                         f"{fitted}; fastest was {fastest(rows, collective, nbytes)}")
+            lines.append(f"# {collective} of {nbytes} bytes: the choice is {ours}, the fit's would "
+                         f"be {fitted}; fastest was {fastest(rows, collective, nbytes)}")
     return "\n".join(lines)
 
 

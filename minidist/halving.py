@@ -97,7 +97,7 @@ def leaning_piece(x, sizes, comm):
 
 
 def to_team(x, comm, op=None):
-    """Send x from the ranks outside the team to their helpers, who add it, or without op take it."""
+    """Send x from the ranks outside the team to their helpers, who add it or copy it."""
     _, helper, leaning = place(comm.rank, comm.size)
     if helper is not None:
         comm.send(x, helper)

@@ -19,6 +19,7 @@ from mpi4py import MPI                                     # noqa: E402
 
 PIECE = int(os.environ.get("MINIDIST_PIECE", 2**30))
 SYNC = os.environ.get("MINIDIST_SYNC") == "1"              # every send waits for its receive
+STRAIGHT = -1 if SYNC else PIECE                           # up to here, one blocking call will do
 MORE = 1 << 14
 BYTE, ANY_TAG = MPI.BYTE, MPI.ANY_TAG
 
@@ -51,7 +52,7 @@ class MPIWire:
 
     def sendrecv(self, x, to, tag, into, source):
         out, nbytes, came = x.nbytes, into.nbytes, self.came
-        if SYNC or out > PIECE or nbytes > PIECE:
+        if out > STRAIGHT or nbytes > STRAIGHT:
             sent = self.isend(x, to, tag)
             came = self.recv(into, source)
             sent.wait()
