@@ -192,13 +192,15 @@ class Work(NamedTuple):
     bytes: int
 
 
-def linear_work(N, I, O, w=4):
-    """Work of N tokens through weights [O, I] and a bias: 2 flops per weight and token."""
-    return Work(2 * N * I * O + N * O, w * (N * I + I * O + O + N * O))
+def linear_work(N, D, F, w=4):
+    """Work of N tokens through weights [F, D] and a bias: 2 flops per weight and token."""
+    return Work(2 * N * D * F + N * F, w * (N * D + D * F + F + N * F))
 
 
 def attention_work(B, T, D, H, w=4, tile=64):
-    """Work of the two products of causal attention, in tiles; reads q, k, v, writes their size."""
+    """Work of causal attention: two products, in tiles; reads q, k and v, writes one as large.
+
+    The softmax between them is not counted: some 6 flops where the products have 4 D/H."""
     return Work(2 * 2 * B * D * tiles(T, tile), w * 4 * B * T * D)
 
 
