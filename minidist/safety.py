@@ -53,7 +53,8 @@ class Net:
 
     def mark(self, end):
         """Write down how this rank ends."""
-        self.status.end, self.status.now = end, None
+        for status in self.dog.statuses:           # of this thread and of its streams
+            status.end, status.now = status.end or end, None
         self.dog.write()
 
     def leave(self):

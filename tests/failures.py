@@ -17,6 +17,13 @@ def neighbours(comm):
     return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
 
+def fine(comm):
+    """No failure at all: a stream is still there when the rank leaves."""
+    stream = comm.stream()
+    stream.submit(lambda comm: comm.barrier()).wait()
+    time.sleep(0.3 * comm.rank)
+
+
 def raises(comm):
     if comm.rank == 1:
         raise ValueError("boom")                                      # <- raises

@@ -85,6 +85,12 @@ def test_an_error_of_all_ranks_is_shown_once():
     assert all(f"rank {r} raised ValueError: boom" in screen for r in range(3))
 
 
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_job_that_ends_well_has_status_0_and_no_report(supervised):
+    status, screen = fail("fine", supervised=supervised)
+    assert status == 0 and screen == ""
+
+
 @pytest.mark.parametrize("name, expected", [("exits_everywhere", 3), ("returns_a_status", 4)])
 def test_a_status_of_all_ranks_is_the_jobs(name, expected):
     status, screen = fail(name)
