@@ -167,7 +167,7 @@ def headline(args, opponent):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     beside = ("beside PyTorch DDP over gloo" if opponent else
               "PyTorch or the repository's tests are not there: nothing beside it")
-    return (f"{args.preset}, float32, AdamW, {args.batch} sequences per step on any number of ranks\n"
+    return (f"{args.preset}, float32, AdamW, {args.batch} sequences per step in every row\n"
             f"{cores} cores, one BLAS thread per rank, NumPy {np.__version__}; {beside}\n"
             f"medians of {args.rounds} x {args.steps} steps, in turns, after one to warm up\n")
 
