@@ -32,12 +32,13 @@ def main(lesson):
         hidden units: some columns of W1 and the matching rows of W2. Until the last sum, nobody
         needs anybody. On four ranks:
 
-            x [B,T,D]         W1 [D,F]               W2 [F,D]
-            +-------+     +---+---+---+---+         +--------+
-            |       |     |   |   |   |   |         +---  0 -+
-            |       |  x  | 0 | 1 | 2 | 3 |    x    +---  1 -+    = four partial y, one on each rank
-            |       |     |   |   |   |   |         +---  2 -+
-            +-------+     +---+---+---+---+         +---  3 -+
+            x [B,T,D]         W1 [D,F]              W2 [F,D]
+            +-------+     +---+---+---+---+        +-------+
+            |       |     |   |   |   |   |        |   0   |
+            |       |  x  | 0 | 1 | 2 | 3 |   x    |   1   |   = four partial y, one on each rank
+            |       |     |   |   |   |   |        |   2   |
+            +-------+     +---+---+---+---+        |   3   |
+                                                   +-------+
         """)
     one_mlp(lesson)
 

@@ -214,6 +214,13 @@ def test_one_certain_word_costs_nothing_and_the_others_everything(dtype):
         assert np.array_equal(grad, [[[0, 0, 0, 0], [0, 1, -1, 0]]])
 
 
+@pytest.mark.parametrize("shift", [1e4, -1e4])
+def test_only_differences_between_logits_count(shift):
+    for loss, grad, _ in run_threads(2, split_loss, np.full((1, 1, 4), shift), np.array([[3]])):
+        assert abs(loss - np.log(4)) < 1e-15
+        assert np.array_equal(grad, [[[0.25, 0.25, 0.25, -0.75]]])
+
+
 def test_padding_does_not_enter_the_softmax():
     """V=5 over 2 ranks, all logits 0: the loss is ln 5, not the ln 6 of a padded vocabulary."""
     for loss, _, _ in run_threads(2, split_loss, np.zeros((1, 1, 5)), np.array([[3]])):
