@@ -12,7 +12,7 @@ all_gather, and the stretch between the two may as well run on T/p tokens:
 
 Price: the same bytes as tensor parallelism, if the gathered input of each matrix is kept for its
 weight's gradient (8 units of B T D (p-1)/p per layer); usually only the piece is kept and gathered
-a second time (10 units), since memory is what this is for.  See cost.sp_bytes.
+a second time (10 units), since memory is what this is for.  See cost.sp.
 Gain: everything that the layer keeps for backward / p, not only what lies inside the cut matrices.
 Trap: a norm's parameters now see only T/p tokens, so their gradients are partial over the group.
 

@@ -15,7 +15,7 @@ Attention is the same pair: its hidden units are heads.  The vocabulary is cut b
 embedding as for the head, and the loss is taken without ever gathering the logits.
 
 Price: per layer and step 2 all_reduces of [B, T, D] forward and 2 backward; one more each way for
-the embedding and the head; three of [B, T] in the loss.  See cost.tp_bytes.
+the embedding and the head; three of [B, T] in the loss.  See cost.tp.
 Gain: matrices, their gradients and their optimizer state / p; norms and row biases stay whole.
 
 Lesson: mpirun -n 4 python -m lessons.tp
@@ -208,12 +208,13 @@ def share_groups(config, comm):
     sharers = comm.size // config.groups
     group = comm.split(comm.rank // sharers, comm.rank, name=comm.name + ".kv")
     heads, e = config.heads // comm.size, config.head_width
+    slices = chunks(e, sharers)
 
     def split(z):
         B, T, _ = z.shape
         q = z[:, :, :heads * e].reshape(B, T, heads, e)
-        slices = z[:, :, heads * e:].reshape(B, T, 2, -1)
-        kv = all_gather(slices, group, 3, chunks(e, sharers))
+        mine = z[:, :, heads * e:].reshape(B, T, 2, slices[group.rank])
+        kv = all_gather(mine, group, 3, slices)
         return [x.transpose(0, 2, 1, 3) for x in (q, kv[:, :, :1], kv[:, :, 1:])]
 
     return split

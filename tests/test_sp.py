@@ -48,6 +48,10 @@ def test_with_data_parallelism(p):
     check_layout(over_sp, tp=p, dp=2, microbatches=2, **SIZES)
 
 
+def test_a_replica_without_rows():
+    check_layout(over_sp, tp=2, dp=2, rows=1, **SIZES)
+
+
 @mpi(4)
 def test_training_under_mpi(comm):
     batches = [random_batch(13, 12, 5, seed=7, step=t) for t in range(3)]

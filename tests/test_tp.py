@@ -364,6 +364,12 @@ def test_fewer_groups_than_ranks(p, groups):
     check_layout(over_tp, tp=p, heads=8, width=24, kv_heads=groups)
 
 
+@pytest.mark.parametrize("p", [2, 4])
+def test_a_replica_without_rows(p):
+    """One row for two replicas: the second works on nothing, and still takes part."""
+    check_layout(over_tp, tp=p, dp=2, rows=1, heads=8, width=24, kv_heads=2)
+
+
 def input_gradients(model, into):
     """Write down the gradient of the residual stream where it enters the first block."""
     def around(forward, x, batch):
