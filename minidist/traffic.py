@@ -193,6 +193,7 @@ def terms(collective, algorithm, p, nbytes):
     log, up = p.bit_length() - 1, (p - 1).bit_length()
     odd = int(p != 1 << log)                                # some rank helps another: once more all
     cut, halved = (p - 1) / p, 1 - 1 / (1 << log)
+    hops = sum(bin(i).count("1") for i in range(p)) / p
     steps, sent, added = {
         ("all_reduce", "naive"): (2 * (p - 1), 2 * (p - 1), p - 1),
         ("all_reduce", "tree"): (2 * up, 2 * up, up),
@@ -201,10 +202,10 @@ def terms(collective, algorithm, p, nbytes):
         ("all_reduce", "ring"): (2 * (p - 1), 2 * cut, cut),
         ("reduce_scatter", "pairwise"): (p - 1, cut, cut),
         ("reduce_scatter", "ring"): (p - 1, cut, cut),
-        ("reduce_scatter", "halving"): (log + 2 * odd, halved + 2 * odd, halved + odd),
+        ("reduce_scatter", "halving"): (log + 2 * odd, halved + 2 * odd + 1, halved + odd),  # copy x
         ("all_gather", "ring"): (p - 1, cut, 0),
         ("all_gather", "doubling"): (log + 2 * odd, halved + 2 * odd, 0),
         ("all_to_all", "pairwise"): (p - 1, cut, 0),
-        ("all_to_all", "bruck"): (up, sum(bin(i).count("1") for i in range(p)) / p, 0),
+        ("all_to_all", "bruck"): (up + 0.08 * p * (2 + up), hops + 2, 0),     # many small copies
     }[collective, algorithm]
     return steps, sent * nbytes, added * nbytes
