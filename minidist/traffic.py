@@ -202,10 +202,11 @@ def terms(collective, algorithm, p, nbytes):
         ("all_reduce", "ring"): (2 * (p - 1), 2 * cut, cut),
         ("reduce_scatter", "pairwise"): (p - 1, cut, cut),
         ("reduce_scatter", "ring"): (p - 1, cut, cut),
-        ("reduce_scatter", "halving"): (log + 2 * odd, halved + 2 * odd + 1, halved + odd),  # copy x
+        # halving copies x first; Bruck makes many small copies, which cost as much as a step
+        ("reduce_scatter", "halving"): (log + 2 * odd, halved + 2 * odd + 1, halved + odd),
         ("all_gather", "ring"): (p - 1, cut, 0),
         ("all_gather", "doubling"): (log + 2 * odd, halved + 2 * odd, 0),
         ("all_to_all", "pairwise"): (p - 1, cut, 0),
-        ("all_to_all", "bruck"): (up + 0.08 * p * (2 + up), hops + 2, 0),     # many small copies
+        ("all_to_all", "bruck"): (up + 0.08 * p * (2 + up), hops + 2, 0),
     }[collective, algorithm]
     return steps, sent * nbytes, added * nbytes
