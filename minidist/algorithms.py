@@ -13,8 +13,9 @@ from minidist.cost import seconds
 from minidist.ring import cut
 
 # Fitted on 2 cores of an AMD EPYC (shared memory, MPICH 5.0.2, float32, 1 KB to 16 MB): 4 ranks
-# gave 77 us, 1.7 and 5.2 GB/s, 2 ranks 24 us, 5.8 and 32 GB/s.  Rounded, with alpha such that the choice
-# between recursive doubling and halving is the faster one at every size measured on 2 and 4 ranks.
+# gave 77 us, 1.7 and 5.2 GB/s; 2 ranks gave 24 us, 5.8 and 32 GB/s.  Rounded, with an alpha such
+# that the choice between recursive doubling and halving is the faster one at every size measured
+# on 2 and on 4 ranks.
 ALPHA = 60e-6                   # seconds per step: mostly the wait for one's turn on a core
 BETA = 0.6e-9                   # seconds per byte sent
 GAMMA = 0.2e-9                  # seconds per byte added
