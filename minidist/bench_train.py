@@ -41,6 +41,7 @@ def parser():
                    help="steps per job that count (default 3)")
     p.add_argument("--rounds", type=flags.integer(1), default=2, metavar="N",
                    help="how often each job gets its turn (default 2)")
+    p.add_argument("--alone", action="store_true", help="leave PyTorch out")
     p.add_argument("--json", metavar="FILE", help="write the table as data")
     p.add_argument("--worker", action="store_true", help="be one rank of one job")
     parallel.add_flags(p)
@@ -118,7 +119,7 @@ def main():
     counts = wanted(args)
     if args.json:
         flags.writable(args.json)
-    opponent = find_spec("torch") is not None and find_spec(OPPONENT) is not None
+    opponent = not args.alone and all(map(find_spec, ("torch", OPPONENT)))
     print(headline(args, opponent))
     laps = {}
     for _ in range(args.rounds):
@@ -165,8 +166,8 @@ def table(args, counts, laps):
 
 def headline(args, opponent):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    beside = ("beside PyTorch DDP over gloo" if opponent else
-              "PyTorch or the repository's tests are not there: nothing beside it")
+    beside = ("beside PyTorch DDP over gloo" if opponent else "nothing beside it" if args.alone
+              else "nothing beside it: PyTorch or the repository's tests are not there")
     return (f"{args.preset}, float32, AdamW, {args.batch} sequences per step in every row\n"
             f"{cores} cores, one BLAS thread per rank, NumPy {np.__version__}; {beside}\n"
             f"medians of {args.rounds} x {args.steps} steps, in turns, after one to warm up\n")

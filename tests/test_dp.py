@@ -193,6 +193,21 @@ def test_a_batch_without_targets_changes_nothing():
     assert run_threads(2, fn) == [(0, 0.0, 0, 2.0, None)] * 2
 
 
+@pytest.mark.parametrize("sizes", [{"dp": 3}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2, "tp": 2}],
+                         ids=str)
+def test_every_row_goes_to_one_replica_and_to_all_ranks_of_it(sizes):
+    def fn(world):
+        mesh = DeviceMesh(world, **sizes)
+        model = Line()
+        dp.share_rows(model, mesh["dp"])
+        return mesh.coords["dp"], model.localize(random_batch(13, 8, 5, 0, 0)).rows.tolist()
+
+    shares = {}
+    for replica, rows in run_threads(int(np.prod(list(sizes.values()))), fn):
+        assert shares.setdefault(replica, rows) == rows
+    assert sorted(sum(shares.values(), [])) == [0, 1, 2, 3, 4] and len(shares) == sizes["dp"]
+
+
 # --------------------------------------------------------------------------- what is sent
 
 class Shuffled(Module):
