@@ -119,7 +119,7 @@ def main():
     counts = wanted(args)
     if args.json:
         flags.writable(args.json)
-    opponent = not args.alone and all(map(find_spec, ("torch", OPPONENT)))
+    opponent = not args.alone and all(map(find_spec, ("torch", "tests", OPPONENT)))
     print(headline(args, opponent))
     laps = {}
     for _ in range(args.rounds):
