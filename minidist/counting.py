@@ -85,9 +85,13 @@ class Label:
                 comm._operation, comm._wire = self, comm._wires[1]
                 comm._sequence += 1
                 comm._tag = self.code + comm._sequence % 32
-                if comm.check:
-                    comm._same_call()
             comm._collectives += 1
+            if comm.check and comm._collectives == 1:
+                try:
+                    comm._same_call()
+                except ValueError:
+                    self.__exit__()                # `with` does not, for an error on the way in
+                    raise
 
     def __exit__(self, *error):
         comm = self.comm

@@ -39,5 +39,9 @@ def first(names):
 
 def mpiexec():
     """The launcher that belongs to this Python: the one beside it, or else the first on PATH."""
-    beside = os.path.dirname(sys.executable)
-    return shutil.which("mpiexec", path=beside) or shutil.which("mpiexec")
+    return beside() or shutil.which("mpiexec")
+
+
+def beside():
+    """The launcher in the same folder as this Python, as a wheel installs it, or None."""
+    return shutil.which("mpiexec", path=os.path.dirname(sys.executable))

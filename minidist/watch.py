@@ -74,6 +74,9 @@ class Table:
         for row in rows:
             if not row.end and not alive(row.pid):
                 row.end = DIED
+        absent = sorted(set(range(self.size)) - {row.rank for row in rows})
+        if absent:
+            headline += f"\n  rank {', '.join(map(str, absent))}: not on this machine"
         return report.explain(headline, rows)
 
     def claim(self):

@@ -69,6 +69,12 @@ def send_first(comm):
     comm.recv(np.empty(1_000_000), left)
 
 
+def send_small_first(comm):
+    right, left = neighbours(comm)
+    comm.send(np.ones(1), right)                                      # <- send_small_first
+    comm.recv(np.empty(1), left)
+
+
 def different_collectives(comm):
     with comm.operation("broadcast" if comm.rank == 0 else "all_reduce"):
         comm.recv(np.empty(10), neighbours(comm)[1])                  # <- different_collectives

@@ -43,4 +43,6 @@ def test_a_launcher_of_another_mpi_is_found_out(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert doctor.main() == 1
     out = capsys.readouterr().out
-    assert "Problem: two ranks did not find each other (status" in out, out
+    assert "did not find each other (status 2): error: every rank believes it is rank 0 of 1" in out
+    assert "this mpirun is not the one of" in out
+    assert " -n 2, or no mpirun but -n" in out or "brings it" in out

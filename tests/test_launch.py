@@ -18,11 +18,12 @@ def _needs_mpi():
     mpi.need_mpi()
 
 
-def fail(name, *words, ranks=3, supervised=True, **options):
+def fail(name, *words, ranks=3, supervised=True, sync=False, **options):
     """Run one failure -> (exit status, what is on the first screen)"""
     argv = [sys.executable, "-m", "tests.failures", name, *words]
     argv = [*argv, "-n", str(ranks)] if supervised else launch.command(ranks, argv)
-    status, output = mpi.execute(argv, LIMIT + 10, {"MINIDIST_TIMEOUT": str(LIMIT)}, **options)
+    env = {"MINIDIST_TIMEOUT": str(LIMIT), "MINIDIST_SYNC": str(int(sync))}
+    status, output = mpi.execute(argv, LIMIT + 10, env, **options)
     assert status is not None, f"still running after {LIMIT + 10} s:\n{output}"
     return status, "\n".join(output.splitlines()[:SCREEN])
 
@@ -59,6 +60,12 @@ def test_the_supervisor_or_a_rank_tells(name):
     for word in [*words, place(name), "recv" if "send" not in name else "", "group world"]:
         assert word in screen, f"{word!r} is not in\n{screen}"
     assert screen.count("  cause:") == 1, screen
+
+
+def test_small_sends_in_a_cycle_hang_only_where_sends_are_synchronous():
+    assert fail("send_small_first") == (0, "")
+    status, screen = fail("send_small_first", sync=True)
+    assert status == 70 and "all send first" in screen and place("send_small_first") in screen
 
 
 @pytest.mark.parametrize("name", ["cycle", "exits"])

@@ -56,6 +56,10 @@ CAUSES = {
     "not everyone forms the group": (
         [row(0, "split"), row(1, "split"), row(2, end="has left"), row(3, "split")],
         "rank 0 waits for rank 2, which has left"),
+    "one forms the group, another does not": (
+        [row(0, "split"), row(1, "split"), row(2, "recv", source=0), row(3, "split")],
+        "rank 0 is in split, group world (lesson.py:0), but rank 2 is in recv, 0 bytes, group "
+        "world (lesson.py:2): all ranks of a group must make the same calls in the same order"),
     "everyone computes": ([row(0), row(1)], ""),
 }
 
@@ -136,6 +140,7 @@ def test_a_dead_process_is_told_from_a_living_one(table):
     table.write(0, [row(0, "recv", source=1)])
     table.write(1, [gone])
     assert "cause: rank 0 waits for rank 1, which died without a word" in table.story("headline")
+    assert "rank 2: not on this machine" in table.story("headline")
     dead.wait()
 
 
@@ -160,9 +165,10 @@ def watchdog(table, monkeypatch, timeout):
 def test_the_age_of_a_wait_is_that_of_one_message(table, monkeypatch):
     dog, status, _ = watchdog(table, monkeypatch, 60)
     monkeypatch.setattr(watch.time, "monotonic", iter(range(100, 200)).__next__)
-    status.now = Group(), "recv", None, 1, 80
+    group = Group()
+    status.now = group, "recv", None, 1, 80
     ages = [dog.age(status) for _ in range(3)]
-    status.now = Group(), "recv", None, 1, 80      # the next message, of the same kind
+    status.now = group, "recv", None, 1, len("x" * 80)         # the next message, just like it
     assert ages == [0, 1, 2] and dog.age(status) == 0
     status.now = None
     assert dog.age(status) == 0
