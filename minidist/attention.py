@@ -21,6 +21,7 @@ import numpy as np
 from .tensor import Tensor
 
 TILE = 64                                # queries at a time
+SCORES = 1 << 17                         # scores at a time: they fit in the L2 cache
 
 
 def scaled_dot_product_attention(q, k, v, causal=True, positions=None, key_positions=None,
@@ -34,50 +35,55 @@ def scaled_dot_product_attention(q, k, v, causal=True, positions=None, key_posit
     (B, H, T, e), (K, S) = q.shape, k.shape[1:3]
     if H % K:
         raise ValueError(f"{H} query heads do not share {K} key/value heads evenly")
-    scale = q.dtype.type(e ** -0.5)
-    qs = (q.data * scale).reshape(B, K, H // K, T, e)
+    shape, scale = (B, K, H // K, T, e), q.dtype.type(e ** -0.5)
+    qs = (q.data * scale).reshape(shape)
     ks, vs = (np.ascontiguousarray(x.data)[:, :, None] for x in (k, v))
     out = np.empty((B, T, K, H // K, e), q.dtype).transpose(0, 2, 3, 1, 4)
-    masks = None if dropout is None else dropout.reshape(B, K, H // K, T, S).swapaxes(-1, -2)
+    masks = None if dropout is None else dropout.reshape(*shape[:4], S).swapaxes(-1, -2)
     tiles = []                                              # queries, keys they see, weights
-    for rows, seen, hidden in _tiles(T, S, causal, positions, key_positions, q.dtype):
-        p = _softmax(ks[..., seen, :] @ qs[..., rows, :].swapaxes(-1, -2), hidden)
-        tiles.append((rows, seen, p))
-        kept = p if masks is None else p * masks[..., seen, rows]
-        np.matmul(kept.swapaxes(-1, -2), vs[..., seen, :], out=out[..., rows, :])
+    for mine, seen, hidden in _tiles(shape, S, causal, positions, key_positions, q.dtype):
+        p = _softmax(ks[seen] @ qs[mine].swapaxes(-1, -2), hidden)
+        tiles.append((mine, seen, p))
+        kept = p if masks is None else p * masks[seen][..., mine[-1]]
+        np.matmul(kept.swapaxes(-1, -2), vs[seen], out=out[mine])
 
     def vjp(g):
-        g = np.ascontiguousarray(g).reshape(qs.shape)
-        gq, gk, gv = np.empty_like(qs), np.zeros((B, K, S, e), g.dtype), np.zeros((B, K, S, e), g.dtype)
+        g = np.ascontiguousarray(g).reshape(shape)
+        gq, gk, gv = np.empty_like(qs), np.zeros_like(ks), np.zeros_like(vs)
         dot = np.einsum("bkgte,bkgte->bkgt", g, out)        # sum of weight x its gradient
-        for rows, seen, p in tiles:
-            gp = vs[..., seen, :] @ g[..., rows, :].swapaxes(-1, -2)
-            kept = p
+        for mine, seen, p in tiles:
+            gp, kept = vs[seen] @ g[mine].swapaxes(-1, -2), p
             if masks is not None:
-                kept, gp = p * masks[..., seen, rows], gp * masks[..., seen, rows]
-            _add_groups(gv[..., seen, :], kept, g[..., rows, :])
-            gp -= dot[..., None, rows]
-            gp *= p
-            _add_groups(gk[..., seen, :], gp, qs[..., rows, :])
-            np.matmul(gp.swapaxes(-1, -2), ks[..., seen, :], out=gq[..., rows, :])
+                mask = masks[seen][..., mine[-1]]
+                gp, kept = gp * mask, p * mask
+            _add_groups(gv[seen], kept, g[mine])
+            gp -= dot[mine][..., None, :]
+            gp *= p                                         # now the gradient of the scores
+            _add_groups(gk[seen], gp, qs[mine])
+            np.matmul(gp.swapaxes(-1, -2), ks[seen], out=gq[mine])
         gq *= scale
-        return gq.reshape(B, H, T, e), gk, gv
+        return gq.reshape(B, H, T, e), gk[:, :, 0], gv[:, :, 0]
     return Tensor(out.reshape(B, H, T, e), (q, k, v), vjp)
 
 
-def _tiles(T, S, causal, positions, key_positions, dtype):
-    """Yield (queries, keys they may see, what to add to the scores of the last of these)."""
+def _tiles(shape, S, causal, positions, key_positions, dtype):
+    """Yield (index of some queries, of the keys they may see, what to add to hide the others).
+
+    Some batch rows at a time, so that the scores of a tile fit in the cache.
+    """
+    B, K, groups, T, _ = shape
     plain = causal and positions is None and key_positions is None and T == S
     qs = np.arange(T) if positions is None else np.asarray(positions)
     ks = np.arange(S) if key_positions is None else np.asarray(key_positions)
+    batch = max(1, SCORES // (K * groups * S * min(T, TILE)))
     for lo in range(0, T, TILE):
-        hi = min(lo + TILE, T)
-        first, end = (lo, hi) if plain else (0, S)          # keys before `first`: all visible
-        hidden = None
-        if causal:
-            visible = qs[lo:hi] >= ks[first:end, None]
-            hidden = np.where(visible, 0, -np.inf).astype(dtype)
-        yield slice(lo, hi), slice(0, end), hidden
+        mine = slice(lo, min(lo + TILE, T))
+        seen = slice(0, mine.stop if plain else S)
+        masked = slice(lo if plain else 0, seen.stop)       # earlier keys are visible to all
+        hidden = np.where(qs[mine] < ks[masked, None], -np.inf, 0).astype(dtype)
+        for i in range(0, B, batch):
+            some = slice(i, i + batch), slice(None), slice(None)
+            yield (*some, mine), (*some, seen), hidden if causal else None
 
 
 def _softmax(s, hidden):
@@ -93,6 +99,6 @@ def _softmax(s, hidden):
 
 
 def _add_groups(total, weights, x):
-    """total += weights @ x, summed over the query heads of each group."""
+    """Add weights @ x, for all query heads of a group, to the one head they share."""
     for i in range(weights.shape[2]):
-        total += weights[:, :, i] @ x[:, :, i]
+        total[:, :, 0] += weights[:, :, i] @ x[:, :, i]

@@ -22,7 +22,7 @@ __all__ = ["IGNORE", "cross_entropy", "dropout", "dropout_mask", "embedding", "g
            "linear", "scaled_dot_product_attention", "softmax"]
 
 IGNORE = -100                            # a target that does not count
-PIECE = 1 << 15                          # elements of an elementwise chain at a time: fits the L2
+PIECE = 1 << 16                          # elements of an elementwise chain at a time: fits the L2
 
 
 @functools.lru_cache(maxsize=64)
@@ -103,13 +103,15 @@ def layer_norm(x, w, b, eps=1e-5):
 
     def vjp(g):
         shape, g = g.shape, _rows(g)
-        gu = g * unit
-        # g*w, less its mean, less unit times its mean product with unit; all times scale
-        gx = unit * (gu @ w.data / real(-d))[:, None]
-        gx += (g @ w.data / real(-d))[:, None]
-        gx += g * w.data
+        work = g * unit
+        gw, gb = _column_sum(work), _column_sum(g)
+        # scale * (g w - mean(g w) - unit * mean(g w unit)), where means are along a row
+        along, mean = work @ w.data / real(d), g @ w.data / real(d)
+        gx = g * w.data
+        gx -= mean[:, None]
+        gx -= np.multiply(unit, along[:, None], out=work)
         gx *= scale[:, None]
-        return gx.reshape(shape), lambda: _column_sum(gu), lambda: _column_sum(g)
+        return gx.reshape(shape), gw, gb
     return Tensor(y.reshape(x.shape), (x, w, b), vjp)
 
 

@@ -37,12 +37,13 @@ class Tensor:
     def __init__(self, data, parents=(), vjp=None, requires_grad=False):
         kept = data is None or isinstance(data, np.ndarray)
         self.data = data if kept else np.asarray(data)
-        self.grad, self.node, self.leaf, self.hooks = None, None, False, []
+        self.grad = self.node = None
+        self.leaf, self.hooks = False, []
         if requires_grad:
             self.requires_grad = True
         if vjp is not None and is_grad_enabled():
-            edges = tuple(p.node or (p if p.leaf else None) for p in parents)
-            if any(edge is not None for edge in edges):
+            edges = [p.node or (p if p.leaf else None) for p in parents]
+            if edges.count(None) < len(edges):
                 self.node = Node(edges, vjp)
 
     shape = property(lambda self: self.data.shape)
@@ -262,8 +263,8 @@ def reshape(x, *shape):
 
 def transpose(x, *axes):
     """Axis i of the result is axis axes[i] of x (NumPy's meaning); no axes: reverse them."""
-    axes = axes or tuple(reversed(range(x.ndim)))
-    back = tuple(np.argsort(axes))
+    axes = [axis % x.ndim for axis in axes] or range(x.ndim)[::-1]
+    back = [axes.index(i) for i in range(x.ndim)]
     return Tensor(x.data.transpose(axes), (x,), lambda g: (g.transpose(back),))
 
 
