@@ -67,9 +67,15 @@ def test_training_on_ranks_is_verified(tmp_path):
     status, out = command(3, "--dp", "3", "--verify", "--grad-accum", "2", "--dropout", "0.1",
                           "--json", str(data))
     assert status == 0, out
-    assert "3 ranks: dp=3" in out
+    assert "3 ranks: dp=3" in out and "compared   3 of 3 steps" in out
     verdict = json.loads(data.read_text())["verdict"]
     assert verdict.startswith("EQUIVALENT  max relative difference") and verdict in out
+
+
+def test_verify_compares_as_many_steps_as_it_is_told():
+    status, out = command(2, "--dp", "2", "--verify", "2")
+    assert status == 0 and "compared   2 of 3 steps" in out, out
+    assert command(2, "--verify", "0")[0] == 2
 
 
 def test_a_difference_ends_with_status_1():
