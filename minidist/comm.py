@@ -35,6 +35,7 @@ class Comm(Counting):
         self._wire, self._status = wires[0], wires[0].status
         self._operation, self._sequence, self._tag = None, 0, 0
         self._scratch, self._views, self._link, self._children = {}, {}, None, []
+        self._sent = []                                   # requests that may still be under way
         self.check = os.environ.get("MINIDIST_CHECK") == "1"
         if parent is not None:
             self._events, self.check = parent._events, parent.check
@@ -105,9 +106,12 @@ class Comm(Counting):
         tag = self._out(x, to)
         started = self._begin("isend", to, None, x.nbytes)
         try:
-            return Request(self, started, self._wire.isend(x, to, tag), "isend", to, None, x)
+            request = Request(self, started, self._wire.isend(x, to, tag), "isend", to, None, x)
         finally:
             self._status.now = None
+        # A Request that the caller drops must not take its array along while that is on its way.
+        self._sent = [r for r in self._sent if not r.ready()] + [request]
+        return request
 
     def irecv(self, into, source):
         """Start to receive; into is filled once the Request has been waited for."""

@@ -38,7 +38,7 @@ class Net:
 
     def __init__(self, wire):
         self.rank, self.size, self.status, self.code = wire.rank, wire.size, wire.status, 0
-        self.abort, self.finalize = wire.abort, wire.finalize
+        self.abort, self.finalize, self.signalled = wire.abort, wire.finalize, False
         self.dog = start_watchdog(wire)
         self.table = self.dog.table
         sys.excepthook, sys.exit = self.crash, self.exit
@@ -74,12 +74,15 @@ class Net:
             self.finalize()
             os._exit(2)
         if issubclass(kind, KeyboardInterrupt):
-            self.stopped(signal.SIGINT)
+            time.sleep(0.1)
+            if self.signalled:                    # the thread that listens for signals ends us
+                time.sleep(10)
         self.mark(f"raised {kind.__name__}: {error}")
         lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
         label = f"[rank {self.rank}] "
         self.end("\n".join(label + line for line in lines) +
-                 f"\nminidist: rank {self.rank} raised {kind.__name__}; the job ends", 1)
+                 f"\nminidist: rank {self.rank} raised {kind.__name__}; the job ends",
+                 130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def refuse(self, error):
         """BadInput: one sentence for all, or, if only some ranks raised it, as any error."""
@@ -92,6 +95,7 @@ class Net:
 
     def stopped(self, number):
         """Ctrl-C, or the launcher ends us: in a moment it will kill, so report at once."""
+        self.signalled = True
         self.dog.write()
         if not SUPERVISED and self.table.claim():
             time.sleep(0.1)                       # the others write their rows, too

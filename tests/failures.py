@@ -30,6 +30,12 @@ def raises(comm):
     comm.shift(np.ones(10), np.empty(10))
 
 
+def keyboard_interrupt(comm):
+    if comm.rank == 1:
+        raise KeyboardInterrupt
+    comm.recv(np.empty(10), 1)
+
+
 def raises_everywhere(comm):
     raise ValueError("boom")                                          # <- raises_everywhere
 

@@ -86,6 +86,11 @@ def test_the_traceback_of_a_rank_that_raises_is_labelled(supervised):
     assert "rank 2 waits" in screen and "rank 1 raised ValueError: boom" in screen
 
 
+def test_a_keyboard_interrupt_of_one_rank_is_an_error_like_any_other():
+    status, screen = fail("keyboard_interrupt")
+    assert status == 130 and "[rank 1] KeyboardInterrupt" in screen and "rank 0 waits" in screen
+
+
 def test_an_error_of_all_ranks_is_shown_once():
     status, screen = fail("raises_everywhere")
     assert status == 1 and screen.count("] ValueError: boom") == 1
