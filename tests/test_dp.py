@@ -156,6 +156,19 @@ def test_no_microbatch_is_lost(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_one_norm_clips_all_replicas(form):
+    """Gradients 6 and 8, two targets: 7, whose norm is clipped to 3.5 everywhere."""
+    def fn(world):
+        mesh = DeviceMesh(world, dp=2)
+        model = FORMS[form](Line(), mesh)
+        step = train_step(model, numbers([[6], [8]]), SGD(model.parameters(), lr=1.0), mesh,
+                          max_norm=3.5)
+        return step.norm, model.parameters()[0].data.item()
+    for norm, w in run_threads(2, fn):
+        assert norm == 7.0 and w == pytest.approx(-3.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_used_on_one_rank_only(form):
     """A gradient of 4 on rank 0 alone, two targets: 2 on both."""
     class Sometimes(Line):

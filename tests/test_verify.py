@@ -106,6 +106,19 @@ def test_the_first_step_that_differs_is_named(monkeypatch):
     assert verdict.line().startswith("DIVERGED at step 1: blocks.1.attn.qkv.weight ")
 
 
+def test_after_a_difference_the_verdict_stays():
+    def fn(world):
+        mesh, model = DeviceMesh(world, dp=2), tiny(seed=1)
+        twin = verify.Twin(tiny, lambda ps: SGD(ps, 0.1), mesh)
+        optimizer, lines = SGD(model.parameters(), 0.1), []
+        for _ in range(2):
+            result = step.train_step(model, batch(), optimizer, mesh)
+            lines.append(twin.check(result, model, batch()).line())
+        return lines
+    first, second = run_threads(2, fn)[0]
+    assert first == second and first.startswith("DIVERGED at step 0: ")
+
+
 # ------------------------------------------------------------------------- what it catches
 
 def caught(strategy, optimizer="SGD", prepare=perturb, **options):
