@@ -69,8 +69,8 @@ def test_three_training_steps(dtype, bound):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("optimizer", [lambda ps: AdamW(ps, 0.01),
-                                       lambda ps: SGD(ps, 0.01, momentum=0.9)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", [
+    lambda ps: AdamW(ps, 0.01), lambda ps: SGD(ps, 0.01, momentum=0.9)], ids=["adamw", "sgd"])
 def test_one_dtype_through_the_whole_step(dtype, optimizer, monkeypatch):
     """Every result, everything kept for backward, every gradient, parameter, optimizer state."""
     seen = []

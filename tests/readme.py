@@ -1,0 +1,126 @@
+"""Keep the README true: its outputs, its table's line counts and its picture come from here.
+
+    python -m tests.readme              runs what the README shows, rewrites it where it differs
+    python -m tests.readme --picture    draws its picture anew, too
+
+A block under `<!-- output head=9 tail=4: COMMAND -->` holds the first and last lines that COMMAND
+prints. A link to a module in a table row, with a number in its next cell, carries its line count.
+"""
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+from minidist import environment
+from tests.mpi import execute
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PICTURE = ROOT / "lessons" / "curves.png"
+BLOCK = re.compile(r"<!-- output (?P<cut>[^:>]*): (?P<command>.+?) -->\n```\n(?P<text>.*?)```",
+                   re.S)
+COUNT = re.compile(r"(\]\((?P<file>[\w/]+\.py)\) \| )(?P<lines>\d+)(?= \|)")
+COMMAND = re.compile(r"^    (?P<command>(?:python3?|mpirun|\.venv/bin/\w+) .+)$", re.M)
+# What differs between machines: times, speeds, the last bits of sums and what is made from them.
+MACHINE = re.compile(r"\d[\d,.]* ?(ms|us|s|min|%|tokens/s|GFLOP/s|GB/s)(?!\w)|\d+:\d+ left"
+                     r"|\b[0-9a-f]{64}\b|\b\d\.\de-1\d\b")
+
+
+def blocks():
+    """List the README's blocks of output.  -> [(command, cut, text)]"""
+    return [(m["command"], m["cut"], m["text"]) for m in BLOCK.finditer(README.read_text())]
+
+
+def commands():
+    """List every command that the README tells its reader to type."""
+    return [m["command"] for m in COMMAND.finditer(README.read_text())]
+
+
+def here(command):
+    """Translate a command of the README to this environment.  -> argv"""
+    own = {"python": sys.executable, "mpirun": environment.mpiexec() or "mpirun"}
+    return [own.get(word, word) for word in shlex.split(command)]
+
+
+def run(command, out=None):
+    """Run a command of the README, its pictures into the folder `out`; return what it prints."""
+    argv = here(command) + (["--out", str(out)] if out else [])
+    status, output = execute(argv, timeout=240)
+    if status:
+        raise RuntimeError(f"{command}: status {status}\n{output}")
+    return output.replace(f"{out}/", "out/")
+
+
+def excerpt(output, cut):
+    """Keep the first `head` and the last `tail` lines of an output, as the README shows it."""
+    keep = dict(re.findall(r"(head|tail)=(\d+)", cut))
+    lines = [line.rstrip() for line in output.strip("\n").splitlines()]
+    head, tail = int(keep.get("head", len(lines))), int(keep.get("tail", 0))
+    if head + tail < len(lines):
+        lines = lines[:head] + ["..."] + (lines[-tail:] if tail else [])
+    return "\n".join(lines) + "\n"
+
+
+def masked(text):
+    """Replace what a machine's speed decides, and the spaces that align it."""
+    return re.sub(r" +", " ", MACHINE.sub("_", text))
+
+
+def line_counts():
+    """List what the table claims.  -> [(file, lines claimed, lines counted)]"""
+    return [(m["file"], int(m["lines"]), counted(m["file"]))
+            for m in COUNT.finditer(README.read_text())]
+
+
+def counted(file):
+    return len((ROOT / file).read_text().splitlines())
+
+
+def draw(steps=150):
+    """Draw the README's picture: the same training in one process, on 2 ranks and on 4."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    train = f"python -m minidist.train --preset lesson --dtype float64 --steps {steps} --sample 0"
+    runs = [("one process", train, dict(lw=6, color="0.8")),
+            ("2 ranks: --dp 2", f"mpirun -n 2 {train} --dp 2", dict(lw=2, color="C0")),
+            ("4 ranks: --dp 2 --tp 2 --sp", f"mpirun -n 4 {train} --dp 2 --tp 2 --sp",
+             dict(lw=1.2, color="C3", ls=(0, (2, 2))))]
+    figure, axes = pyplot.subplots(figsize=(8, 3.2), layout="constrained")
+    with tempfile.TemporaryDirectory() as folder:
+        for label, command, style in runs:
+            run(f"{command} --no-figure --json {folder}/run.json")
+            losses = json.loads(Path(folder, "run.json").read_text())["losses"]
+            axes.plot(range(1, len(losses) + 1), losses, label=label, **style)
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per character)", xlim=(0, steps))
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(PICTURE, dpi=110)
+
+
+def shown(block, output):
+    """Give a block its command's output; keep the text if only speed and rounding differ."""
+    new = excerpt(output, block["cut"])
+    return block[0] if masked(new) == masked(block["text"]) else (
+        block[0][:block.start("text") - block.start()] + new + "```")
+
+
+def rewrite():
+    """Put today's outputs and line counts into the README."""
+    text = README.read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        text = BLOCK.sub(lambda m: shown(m, run(m["command"], folder)), text)
+    text = COUNT.sub(lambda m: m[1] + str(counted(m["file"])), text)
+    changed = text != README.read_text()
+    README.write_text(text)
+    return changed
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    if "--picture" in sys.argv:
+        draw()
+    print("README.md rewritten" if rewrite() else "README.md was true already")
