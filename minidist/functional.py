@@ -128,8 +128,9 @@ def gelu(x):
     return Tensor(y, (x,), lambda g: (np.multiply(g, slope, out=slope),))
 
 
-def _gelu_piece(x, y, slope, c=2 * math.sqrt(2 / math.pi), a=0.044715):
+def _gelu_piece(x, y, slope):
     """Fill y = x s and slope = s (1 + x (1 - s) d(2u)/dx), where s = sigmoid(2u)."""
+    c, a = math.sqrt(8 / math.pi), 0.044715
     np.multiply(x, x, out=slope)
     s = slope * (-c * a)
     s -= c
