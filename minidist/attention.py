@@ -36,7 +36,7 @@ def scaled_dot_product_attention(q, k, v, causal=True, positions=None, key_posit
     if H % K:
         raise ValueError(f"{H} query heads do not share {K} key/value heads evenly")
     shape, scale = (B, K, H // K, T, e), q.dtype.type(e ** -0.5)
-    qs = (q.data * scale).reshape(shape)
+    qs = np.multiply(q.data, scale, order="C").reshape(shape)
     ks, vs = (np.ascontiguousarray(x.data)[:, :, None] for x in (k, v))
     out = np.empty((B, T, K, H // K, e), q.dtype).transpose(0, 2, 3, 1, 4)
     masks = None if dropout is None else dropout.reshape(*shape[:4], S).swapaxes(-1, -2)
@@ -49,17 +49,19 @@ def scaled_dot_product_attention(q, k, v, causal=True, positions=None, key_posit
 
     def vjp(g):
         g = np.ascontiguousarray(g).reshape(shape)
-        gq, gk, gv = np.empty_like(qs), np.zeros_like(ks), np.zeros_like(vs)
+        empty = np.empty_like if T else np.zeros_like       # without queries no tile fills them
+        gq, gk, gv = empty(qs), empty(ks), empty(vs)
         dot = np.einsum("bkgte,bkgte->bkgt", g, out)        # sum of weight x its gradient
         for mine, seen, p in tiles:
             gp, kept = vs[seen] @ g[mine].swapaxes(-1, -2), p
             if masks is not None:
                 mask = masks[seen][..., mine[-1]]
                 gp, kept = gp * mask, p * mask
-            _add_groups(gv[seen], kept, g[mine])
+            first = mine[-1].stop == T                      # the last queries: they meet all keys
+            _sum_groups(gv[seen], kept, g[mine], first)
             gp -= dot[mine][..., None, :]
             gp *= p                                         # now the gradient of the scores
-            _add_groups(gk[seen], gp, qs[mine])
+            _sum_groups(gk[seen], gp, qs[mine], first)
             np.matmul(gp.swapaxes(-1, -2), ks[seen], out=gq[mine])
         gq *= scale
         return gq.reshape(B, H, T, e), gk[:, :, 0], gv[:, :, 0]
@@ -69,14 +71,14 @@ def scaled_dot_product_attention(q, k, v, causal=True, positions=None, key_posit
 def _tiles(shape, S, causal, positions, key_positions, dtype):
     """Yield (index of some queries, of the keys they may see, what to add to hide the others).
 
-    Some batch rows at a time, so that the scores of a tile fit in the cache.
+    The last queries come first.  A tile takes as many batch rows as keep its scores in the cache.
     """
     B, K, groups, T, _ = shape
     plain = causal and positions is None and key_positions is None and T == S
     qs = np.arange(T) if positions is None else np.asarray(positions)
     ks = np.arange(S) if key_positions is None else np.asarray(key_positions)
     batch = max(1, SCORES // (K * groups * S * min(T, TILE)))
-    for lo in range(0, T, TILE):
+    for lo in reversed(range(0, T, TILE)):
         mine = slice(lo, min(lo + TILE, T))
         seen = slice(0, mine.stop if plain else S)
         masked = slice(lo if plain else 0, seen.stop)       # earlier keys are visible to all
@@ -92,13 +94,17 @@ def _softmax(s, hidden):
         s[..., s.shape[-2] - len(hidden):, :] += hidden
     s -= np.maximum(s.max(-2, keepdims=True), np.finfo(s.dtype).min)
     np.exp(s, out=s)
-    total = s.sum(-2, keepdims=True)
+    total = np.ones((1, s.shape[-2]), s.dtype) @ s          # faster than s.sum(-2)
     total[total == 0] = 1
     s /= total
     return s
 
 
-def _add_groups(total, weights, x):
+def _sum_groups(total, weights, x, first):
     """Add weights @ x, for all query heads of a group, to the one head they share."""
+    total = total[:, :, 0]
     for i in range(weights.shape[2]):
-        total[:, :, 0] += weights[:, :, i] @ x[:, :, i]
+        if first and i == 0:
+            np.matmul(weights[:, :, i], x[:, :, i], out=total)
+        else:
+            total += weights[:, :, i] @ x[:, :, i]
