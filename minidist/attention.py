@@ -77,7 +77,7 @@ def _tiles(shape, S, causal, positions, key_positions, dtype):
     plain = causal and positions is None and key_positions is None and T == S
     qs = np.arange(T) if positions is None else np.asarray(positions)
     ks = np.arange(S) if key_positions is None else np.asarray(key_positions)
-    batch = max(1, SCORES // (K * groups * S * min(T, TILE)))
+    batch = max(1, SCORES // max(1, K * groups * S * min(T, TILE)))
     for lo in reversed(range(0, T, TILE)):
         mine = slice(lo, min(lo + TILE, T))
         seen = slice(0, mine.stop if plain else S)

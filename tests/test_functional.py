@@ -139,6 +139,12 @@ def test_a_query_that_sees_nothing_gives_zero(tile):
     check_op(fn, *shapes)
 
 
+def test_a_rank_without_queries_leaves_its_keys_alone():
+    shapes = (2, 4, 0, 3), (2, 2, 5, 3), (2, 2, 5, 3)
+    y, _, grads = value_and_gradients(attend(positions=np.arange(0)), inputs(shapes))
+    assert y.size == 0 and not any(g.any() for g in grads)
+
+
 def test_huge_scores_do_not_overflow():
     q, k, v = (x.astype(np.float32) for x in inputs([(1, 2, 9, 4)] * 3))
     y, _, grads = value_and_gradients(attend(), (q * np.float32(1e4), k, v))
