@@ -94,7 +94,7 @@ def _softmax(s, hidden):
         s[..., s.shape[-2] - len(hidden):, :] += hidden
     s -= np.maximum(s.max(-2, keepdims=True), np.finfo(s.dtype).min)
     np.exp(s, out=s)
-    total = np.ones((1, s.shape[-2]), s.dtype) @ s          # faster than s.sum(-2)
+    total = s.sum(-2, keepdims=True)
     total[total == 0] = 1
     s /= total
     return s
