@@ -33,7 +33,7 @@ ALGORITHMS = {
     },
     "reduce_scatter": {
         "pairwise": lambda x, sizes, *args: alltoall.reduce_scatter(cut(x, sizes), *args),
-        "halving": lambda *args: halving_reduce_scatter(*args),
+        "halving": lambda *args: halving.reduce_scatter(*args),
         "ring": lambda *args: ring_reduce_scatter(*args),
     },
     "all_gather": {
@@ -84,15 +84,11 @@ def find(collective, algorithm, nbytes, p):
     return name, ALGORITHMS[collective][name]
 
 
-def halving_reduce_scatter(x, sizes, mine, comm, op):
-    """halving's, which overwrites x, and my piece handed over."""
-    halving.reduce_scatter(x, sizes, comm, op)
-    mine[...] = cut(x, sizes)[comm.rank]
-
-
 def ring_reduce_scatter(x, sizes, mine, comm, op):
-    """The ring's, which overwrites x, and my piece handed over."""
-    pieces = cut(x, sizes)
+    """The ring's, which works in place, on a copy of x."""
+    work = comm.scratch(x.size, x.dtype, slot=1)
+    work[...] = x
+    pieces = cut(work, sizes)
     ring.reduce_scatter(pieces, comm, op)
     mine[...] = pieces[comm.rank]
 

@@ -14,17 +14,17 @@ Lesson: mpirun -n 4 python -m lessons.collectives
 Paper:  Bruck et al. 1997, "Efficient algorithms for all-to-all communications in
         multiport message-passing systems"
 """
+from functools import cache
+
 import numpy as np
 
 
-
+@cache
 def partners(rank, size):
-    """Yield (to, source) of each step: mutual pairs if p is a power of two, else longer strides."""
-    for step in range(1, size):
-        if size & (size - 1) == 0:
-            yield rank ^ step, rank ^ step
-        else:
-            yield (rank + step) % size, (rank - step) % size
+    """(to, source) of each step: mutual pairs if p is a power of two, else longer strides."""
+    if size & (size - 1) == 0:
+        return tuple((rank ^ step, rank ^ step) for step in range(1, size))
+    return tuple(((rank + step) % size, (rank - step) % size) for step in range(1, size))
 
 
 def pairwise(pieces, received, comm):
@@ -44,7 +44,7 @@ def bruck(pieces, received, comm):
     kept = comm.scratch(3 * size * n, pieces[0].dtype)
     work, packed, incoming = kept.reshape(3, size, n)
     for i in range(size):
-        work[i] = pieces[(rank + i) % size]
+        work[i] = pieces[(rank + i) % size].reshape(-1)
     for hop in (1 << k for k in range((size - 1).bit_length())):
         moving = [i for i in range(size) if i & hop]
         for slot, i in enumerate(moving):
@@ -54,14 +54,17 @@ def bruck(pieces, received, comm):
         for slot, i in enumerate(moving):
             work[i] = incoming[slot]
     for i in range(size):                                  # what came over i places
-        received[(rank - i) % size][...] = work[i]
+        into = received[(rank - i) % size]
+        into[...] = work[i].reshape(into.shape)
 
 
 def reduce_scatter(pieces, mine, comm, op=np.add):
     """Sum over ranks into mine, rank r's piece r: an all_to_all that adds what arrives.  p arrays
 
     Collective: every rank calls.  Leaves the pieces as they are, which the ring cannot."""
-    mine[...] = pieces[comm.rank]
-    incoming = comm.scratch(mine.size, mine.dtype)
+    so_far, incoming = pieces[comm.rank], comm.scratch(mine.size, mine.dtype)
     for to, source in partners(comm.rank, comm.size):
-        op(mine, comm.sendrecv(pieces[to], to, into=incoming, source=source), out=mine)
+        op(so_far, comm.sendrecv(pieces[to], to, into=incoming, source=source), out=mine)
+        so_far = mine
+    if so_far is not mine:                                  # alone: nothing to add
+        mine[...] = so_far

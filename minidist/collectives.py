@@ -16,8 +16,10 @@ given, takes the result: a C-contiguous array of the right shape and dtype.
 
 Lesson: mpirun -n 4 python -m lessons.collectives
 """
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,10 +34,9 @@ OPS = {"sum": np.add, "max": np.maximum}
 def all_reduce(x, comm, op="sum", out=None, algorithm=None):
     """Sum (or max) over ranks; out=x: in place.  any shape -> same shape"""
     add, out = OPS.get(op) or function(op), start(x, out)
-    flat = out if out.ndim == 1 else out.reshape(-1)
     algorithm, fn = find("all_reduce", algorithm, out.nbytes, comm.size)
     with comm.operation("all_reduce", (algorithm, op, out.shape, out.dtype)):
-        fn(flat, comm, add)
+        fn(flat(out), comm, add)
     return out
 
 
@@ -43,16 +44,12 @@ def reduce_scatter(x, comm, dim=0, sizes=None, op="sum", out=None, algorithm=Non
     """Sum (or max) over ranks and keep piece r along dim.  [n] -> [n/p]
 
     sizes: the length of each rank's piece, by default as np.array_split cuts."""
-    x, add = np.asarray(x), function(op)
-    pieces = pieces_of(x, dim, sizes, comm)
-    mine = result(pieces[comm.rank].shape, x.dtype, out)
-    lengths = [piece.size for piece in pieces]
+    x, add = np.asarray(x), OPS.get(op) or function(op)
+    pieces = layout(x.shape, dim, checked(sizes, x.shape[dim], comm), comm.size)
+    mine = result(pieces.shapes[comm.rank], x.dtype, out)
     algorithm, fn = find("reduce_scatter", algorithm, x.nbytes, comm.size)
-    with comm.operation("reduce_scatter", (algorithm, op, x.shape, x.dtype, lengths)):
-        if algorithm == "pairwise" and follow_each_other(x, dim):
-            fn(x.reshape(-1), lengths, mine.reshape(-1), comm, add)
-        else:
-            fn(copied(pieces, lengths, comm), lengths, mine.reshape(-1), comm, add)
+    with comm.operation("reduce_scatter", (algorithm, op, x.shape, x.dtype, pieces.lengths)):
+        fn(in_a_row(x, pieces, comm), pieces.lengths, flat(mine), comm, add)
     return mine
 
 
@@ -61,21 +58,19 @@ def all_gather(x, comm, dim=0, sizes=None, out=None, algorithm=None):
 
     sizes: the length of each rank's piece; without it, all are as long as mine."""
     x = np.asarray(x)
-    sizes = sizes or [x.shape[dim]] * comm.size
-    check_mine(x.shape[dim], sizes, comm)
-    whole = result(along(x.shape, dim, sum(sizes)), x.dtype, out)
-    pieces = split(whole, dim, sizes)
-    lengths = [piece.size for piece in pieces]
+    pieces = gathered(x.shape, dim, checked_mine(sizes, x.shape[dim], comm), comm.size)
+    whole = result(pieces.shape, x.dtype, out)
     algorithm, fn = find("all_gather", algorithm, whole.nbytes, comm.size)
-    with comm.operation("all_gather", (algorithm, whole.shape, x.dtype, lengths)):
-        if follow_each_other(whole, dim):
-            pieces[comm.rank][...] = x
-            fn(whole.reshape(-1), lengths, comm)
+    with comm.operation("all_gather", (algorithm, pieces.shape, x.dtype, pieces.lengths)):
+        if pieces.in_a_row:
+            whole[pieces.index[comm.rank]] = x
+            fn(flat(whole), pieces.lengths, comm)
         else:
             work = comm.scratch(whole.size, x.dtype, slot=1)
-            came = [flat.reshape(piece.shape) for flat, piece in zip(cut(work, lengths), pieces)]
+            came = [part.reshape(shape)
+                    for part, shape in zip(cut(work, pieces.lengths), pieces.shapes)]
             came[comm.rank][...] = x
-            fn(work, lengths, comm)
+            fn(work, pieces.lengths, comm)
             np.concatenate(came, axis=dim, out=whole)
     return whole
 
@@ -87,7 +82,7 @@ def broadcast(x, comm, root=0, out=None, algorithm=None):
     out = start(x, out)
     algorithm, fn = find("broadcast", algorithm, out.nbytes, comm.size)
     with comm.operation("broadcast", (algorithm, root, out.shape, out.dtype)):
-        fn(out.reshape(-1), comm, root)
+        fn(flat(out), comm, root)
     return out
 
 
@@ -97,10 +92,11 @@ def reduce(x, comm, root=0, op="sum", out=None, algorithm=None):
     if comm.rank == root:
         out = start(x, out)
     else:                                                   # partial sums need a place too
-        out = copied([x], [x.size], comm)
+        out = comm.scratch(x.size, x.dtype, slot=1)
+        out.reshape(x.shape)[...] = x
     algorithm, fn = find("reduce", algorithm, x.nbytes, comm.size)
     with comm.operation("reduce", (algorithm, op, root, x.shape, x.dtype)):
-        fn(out.reshape(-1), comm, root, add)
+        fn(flat(out), comm, root, add)
     return out if comm.rank == root else None
 
 
@@ -109,14 +105,14 @@ def scatter(x, comm, root=0, sizes=None):
 
     On the other ranks only the shape and dtype of x matter.  sizes: as np.array_split cuts."""
     x = np.asarray(x)
-    pieces = pieces_of(x, 0, sizes, comm)
-    mine = np.array(pieces[comm.rank], order="C")
-    with comm.operation("scatter", (root, [len(piece) for piece in pieces], x.dtype)):
+    pieces = layout(x.shape, 0, checked(sizes, len(x), comm), comm.size)
+    mine = np.array(x[pieces.index[comm.rank]], order="C")
+    with comm.operation("scatter", (root, x.shape[1:], x.dtype, pieces.lengths)):
         if comm.rank != root:
             comm.recv(mine, source=root)
         else:
             for rank in others(comm):
-                comm.send(np.ascontiguousarray(pieces[rank]), rank)
+                comm.send(np.ascontiguousarray(x[pieces.index[rank]]), rank)
     return mine
 
 
@@ -125,17 +121,15 @@ def gather(x, comm, root=0, sizes=None):
 
     sizes: the length of each rank's piece; without it, all are as long as mine."""
     x = np.ascontiguousarray(x)
-    sizes = sizes or [len(x)] * comm.size
-    check_mine(len(x), sizes, comm)
-    with comm.operation("gather", (root, list(sizes), x.dtype)):
+    pieces = gathered(x.shape, 0, checked_mine(sizes, len(x), comm), comm.size)
+    with comm.operation("gather", (root, x.shape[1:], x.dtype, pieces.lengths)):
         if comm.rank != root:
             comm.send(x, root)
             return None
-        whole = np.empty(along(x.shape, 0, sum(sizes)), x.dtype)
-        pieces = split(whole, 0, sizes)
-        pieces[root][...] = x
+        whole = np.empty(pieces.shape, x.dtype)
+        whole[pieces.index[root]] = x
         for rank in others(comm):
-            comm.recv(pieces[rank], source=rank)
+            comm.recv(whole[pieces.index[rank]], source=rank)
     return whole
 
 
@@ -143,18 +137,22 @@ def all_to_all(pieces, comm, shapes=None, out=None, algorithm=None):
     """Send pieces[s] to rank s; return what every rank sent to me.  p arrays -> p arrays
 
     shapes: of what I receive; without it, rank s sends me what I send it.  If pieces is one array,
-    it holds p equal pieces on every rank, and small ones may take Bruck's way."""
-    if not isinstance(pieces, np.ndarray):
-        algorithm = algorithm or "pairwise"             # only I know that mine are equal
-    pieces = [np.ascontiguousarray(piece) for piece in pieces]
-    shapes = shapes or [piece.shape for piece in pieces]
-    received = [result(tuple(shape), pieces[0].dtype, into)
-                for shape, into in zip(shapes, out or [None] * comm.size)]
-    nbytes = sum(piece.nbytes for piece in pieces)
+    it holds p equal pieces on every rank, small ones may take Bruck's way, and out is one too."""
+    if isinstance(pieces, np.ndarray):
+        x = np.ascontiguousarray(pieces)
+        check_number(len(x), comm)
+        nbytes, dtype, into = x.nbytes, x.dtype, result(x.shape, x.dtype, out)
+        pieces, received = rows(x), rows(into)
+    else:                                               # only I know whether mine are equal
+        nbytes, algorithm = 0, algorithm or "pairwise"
+        pieces = [np.ascontiguousarray(piece) for piece in pieces]
+        check_pieces(pieces, shapes, algorithm, comm)
+        dtype, shapes = pieces[0].dtype, shapes or [piece.shape for piece in pieces]
+        received = [result(tuple(shape), dtype, into)
+                    for shape, into in zip(shapes, out or [None] * comm.size)]
     algorithm, fn = find("all_to_all", algorithm, nbytes, comm.size)
-    check_pieces(pieces, algorithm, comm)
-    with comm.operation("all_to_all", (algorithm, pieces[0].dtype)):
-        fn([piece.reshape(-1) for piece in pieces], [piece.reshape(-1) for piece in received], comm)
+    with comm.operation("all_to_all", (algorithm, dtype)):
+        fn(pieces, received, comm)
     return received
 
 
@@ -181,44 +179,38 @@ def result(shape, dtype, out):
     """The array that takes the result: out, if it can, or a new one."""
     if out is None:
         return apart(shape, dtype)
-    if out.shape != shape or out.dtype != dtype:
+    if out.shape != shape or out.dtype is not dtype and out.dtype != dtype:
         raise ValueError(f"out is {out.dtype} {list(out.shape)}, the result {dtype} {list(shape)}")
-    if not out.flags.c_contiguous or not out.flags.writeable:
+    if not out.flags.carray:
         raise ValueError(f"out ({dtype} {list(shape)}) is not C-contiguous and writeable: only a "
                          "copy would change; leave out= away and use what is returned")
     return out
 
 
-def split(x, dim, sizes):
-    """Cut x along dim into views of these lengths."""
-    before = (slice(None),) * (dim % x.ndim)
-    return [x[(*before, slice(end - size, end))] for size, end in zip(sizes, accumulate(sizes))]
+class Layout(NamedTuple):
+    """How an array of this shape is cut along a dim, one piece per rank."""
+    shape: tuple
+    index: tuple                    # where each piece is: x[index[r]]
+    shapes: tuple                   # of the pieces
+    lengths: tuple                  # elements in each
+    in_a_row: bool                  # does a C-contiguous array hold one piece after the other?
 
 
-def pieces_of(x, dim, sizes, comm):
-    """Cut x along dim into views, one per rank: of these lengths, or as even as possible."""
-    sizes = sizes or chunks(x.shape[dim], comm.size)
-    if len(sizes) != comm.size or sum(sizes) != x.shape[dim]:
-        raise ValueError(f"sizes {list(sizes)} must be {comm.size} numbers, one per rank of "
-                         f"'{comm.name}', with sum {x.shape[dim]}")
-    return split(x, dim, sizes)
+@lru_cache(maxsize=1024)
+def layout(shape, dim, sizes, p):
+    """Cut a shape along dim into these sizes, by default as even as possible -> Layout"""
+    sizes = chunks(shape[dim], p) if sizes is None else sizes
+    before = (slice(None),) * (dim % len(shape))
+    index = tuple((*before, slice(end - size, end)) for size, end in zip(sizes, accumulate(sizes)))
+    shapes = tuple(along(shape, dim, size) for size in sizes)
+    return Layout(shape, index, shapes, tuple(map(prod, shapes)), prod(shape[:len(before)]) == 1)
 
 
-def check_mine(length, sizes, comm):
-    """Refuse a piece that is not as long as sizes says."""
-    if len(sizes) != comm.size or sizes[comm.rank] != length:
-        raise ValueError(f"rank {comm.rank} of {comm.size} in '{comm.name}' holds a piece of "
-                         f"{length}, but sizes is {list(sizes)}")
-
-
-def check_pieces(pieces, algorithm, comm):
-    """Refuse what an all_to_all cannot send."""
-    if len(pieces) != comm.size:
-        raise ValueError(f"all_to_all has {len(pieces)} pieces for the {comm.size} ranks of "
-                         f"'{comm.name}'")
-    if algorithm == "bruck" and len({piece.size for piece in pieces}) > 1:
-        raise ValueError("bruck needs equal pieces, these have "
-                         f"{[piece.size for piece in pieces]} elements; use algorithm='pairwise'")
+@lru_cache(maxsize=1024)
+def gathered(shape, dim, sizes, p):
+    """Put p pieces together, one of which has this shape; all alike without sizes -> Layout"""
+    sizes = (shape[dim],) * p if sizes is None else sizes
+    return layout(along(shape, dim, sum(sizes)), dim, sizes, p)
 
 
 def along(shape, dim, size):
@@ -228,17 +220,68 @@ def along(shape, dim, size):
     return tuple(shape)
 
 
-def follow_each_other(x, dim):
-    """Whether pieces of x along dim lie in memory one after the other."""
-    return x.flags.c_contiguous and prod(x.shape[:dim]) == 1
+def split(x, dim, sizes):
+    """Cut x along dim into views of these lengths."""
+    return [x[where] for where in layout(x.shape, dim, tuple(sizes), len(sizes)).index]
 
 
-def copied(pieces, lengths, comm):
-    """A kept vector with the pieces one after the other, which may be overwritten."""
-    work = comm.scratch(sum(lengths), pieces[0].dtype, slot=1)
-    for flat, piece in zip(cut(work, lengths), pieces):
-        flat.reshape(piece.shape)[...] = piece
+def checked(sizes, length, comm):
+    """Refuse sizes that do not cut this length into a piece for every rank -> a tuple, or None"""
+    if sizes is None:
+        return None
+    if len(sizes) != comm.size or sum(sizes) != length:
+        raise ValueError(f"sizes {list(sizes)} must be {comm.size} numbers, one per rank of "
+                         f"'{comm.name}', with sum {length}")
+    return tuple(sizes)
+
+
+def checked_mine(sizes, length, comm):
+    """Refuse a piece that is not as long as sizes says -> a tuple, or None"""
+    if sizes is None:
+        return None
+    if len(sizes) != comm.size or sizes[comm.rank] != length:
+        raise ValueError(f"rank {comm.rank} of {comm.size} in '{comm.name}' holds a piece of "
+                         f"{length}, but sizes is {list(sizes)}")
+    return tuple(sizes)
+
+
+def check_number(pieces, comm):
+    """Refuse another number of pieces than there are ranks."""
+    if pieces != comm.size:
+        raise ValueError(f"all_to_all has {pieces} pieces for the {comm.size} ranks of "
+                         f"'{comm.name}'")
+
+
+def check_pieces(pieces, shapes, algorithm, comm):
+    """Refuse what an all_to_all cannot send, or cannot keep."""
+    check_number(len(pieces), comm)
+    if shapes is not None and tuple(shapes[comm.rank]) != pieces[comm.rank].shape:
+        raise ValueError(f"rank {comm.rank} of '{comm.name}' keeps its piece of "
+                         f"{list(pieces[comm.rank].shape)}, but shapes says "
+                         f"{list(shapes[comm.rank])}")
+    if algorithm == "bruck" and len({piece.size for piece in pieces}) > 1:
+        raise ValueError("bruck needs equal pieces, these have "
+                         f"{[piece.size for piece in pieces]} elements; use algorithm='pairwise'")
+
+
+def in_a_row(x, pieces, comm):
+    """A vector with the pieces of x one after the other: x itself, or else a kept copy."""
+    if pieces.in_a_row and x.flags.c_contiguous:
+        return flat(x)
+    work = comm.scratch(x.size, x.dtype, slot=2)
+    for part, where, shape in zip(cut(work, pieces.lengths), pieces.index, pieces.shapes):
+        part.reshape(shape)[...] = x[where]
     return work
+
+
+def rows(x):
+    """The pieces of one array (list(x) takes ten times as long)."""
+    return [x[rank] for rank in range(len(x))]
+
+
+def flat(x):
+    """A C-contiguous array as a vector that shares its memory."""
+    return x if x.ndim == 1 else x.reshape(-1)
 
 
 def others(comm):

@@ -33,7 +33,7 @@ class Comm(Counting):
         self.ranks = wires[0].ranks                       # the members, as ranks of the world
         self._raw = self._wires = wires                   # for plain messages, and for collectives
         self._wire, self._status = wires[0], wires[0].status
-        self._operation, self._sequence, self._tag = None, 0, 0
+        self._sequence, self._tag = 0, 0                  # of collective calls
         self._scratch, self._views, self._link, self._children = {}, {}, None, []
         self._sent = []                                   # requests that may still be under way
         self.check = os.environ.get("MINIDIST_CHECK") == "1"
@@ -206,7 +206,7 @@ class Comm(Counting):
     def _use(self, port):
         self._link = port
         self._wires = self._raw if port is None else [link.SlowWire(w, port) for w in self._raw]
-        self._wire = self._wires[self._collectives > 0]
+        self._wire = self._wires[self._operation is not None]
 
     def _everyone(self):
         """This group and all that were made from it."""

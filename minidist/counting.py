@@ -18,7 +18,7 @@ COLLECTIVES = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduc
                "gather", "all_to_all", "barrier", "check"]
 
 
-@dataclass
+@dataclass(slots=True)
 class Count:
     """What was sent under one label."""
     calls: int = 0
@@ -78,30 +78,36 @@ class Label:
         if comm._label is None:
             comm._label, comm._count = self, self.count
             self.count.calls += 1
-        comm._depth += 1
-        if self.collective:
-            if comm._collectives == 0:
-                # A call of its own: numbered, with the tag and the wire of its messages.
-                comm._operation, comm._wire = self, comm._wires[1]
-                comm._sequence += 1
-                comm._tag = self.code + comm._sequence % 32
-            comm._collectives += 1
-            if comm.check and comm._collectives == 1:
-                try:
-                    comm._same_call()
-                except ValueError:
-                    self.__exit__()                # `with` does not, for an error on the way in
-                    raise
+        else:
+            comm._inner_labels += 1
+        if not self.collective:
+            return
+        if comm._operation is not None:
+            comm._inner_operations += 1
+            return
+        # A call of its own: numbered, with the tag and the wire of its messages.
+        comm._operation, comm._wire = self, comm._wires[1]
+        comm._sequence = number = comm._sequence + 1
+        comm._tag = self.code + number % 32
+        if comm.check:
+            try:
+                comm._same_call()
+            except ValueError:
+                self.__exit__()                    # `with` does not, for an error on the way in
+                raise
 
     def __exit__(self, *error):
         comm = self.comm
-        comm._depth -= 1
-        if comm._depth == 0:
+        if comm._inner_labels:
+            comm._inner_labels -= 1
+        else:
             comm._label = comm._count = None
-        if self.collective:
-            comm._collectives -= 1
-            if comm._collectives == 0:
-                comm._operation, comm._wire, comm._tag = None, comm._wires[0], 0
+        if not self.collective:
+            return
+        if comm._inner_operations:
+            comm._inner_operations -= 1
+        else:
+            comm._operation, comm._wire, comm._tag = None, comm._wires[0], 0
 
 
 def code_of(name):
@@ -116,7 +122,8 @@ class Counting:
 
     def __init__(self):
         self.counts, self._labels, self._events = {}, {}, None
-        self._label, self._count, self._depth, self._collectives = None, None, 0, 0
+        self._label = self._count = self._operation = None      # of the outermost `with`
+        self._inner_labels = self._inner_operations = 0
 
     def operation(self, name, detail=None):
         """`with` this, messages belong to one collective call, which every rank of the group makes.

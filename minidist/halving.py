@@ -21,22 +21,30 @@ from itertools import accumulate
 import numpy as np
 
 from minidist.cost import chunks
+from minidist.ring import spans
 from minidist.tree import bits, place, team
 
 
-def reduce_scatter(x, sizes, comm, op=np.add):
-    """Sum in place; afterwards piece r of x is complete on rank r, the rest is not.  [n]
+def reduce_scatter(x, sizes, mine, comm, op=np.add):
+    """Sum over ranks into mine, rank r's piece r; x stays as it is.  [n]
 
-    Collective: every rank calls.  sizes: the length of each rank's piece."""
-    to_team(x, comm, op)
-    halve(x, sizes, comm, op)
-    from_team(leaning_piece(x, sizes, comm), comm)
+    Collective: every rank calls.  sizes: the length of each rank's piece, a tuple."""
+    work = comm.scratch(x.size, x.dtype, slot=1)
+    x = to_team(x, comm, op, work)
+    x = halve(x, sizes, comm, op, work)
+    _, helper, leaning = place(comm.rank, comm.size)
+    if helper is not None:
+        comm.recv(mine, helper)
+        return
+    mine[...] = x[spans(sizes)[comm.rank]]
+    if leaning is not None:
+        comm.send(x[spans(sizes)[leaning]], leaning)
 
 
 def all_gather(x, sizes, comm):
     """Fill in all of x, starting from piece r on rank r.  [n]
 
-    Collective: every rank calls.  sizes: the length of each rank's piece."""
+    Collective: every rank calls.  sizes: the length of each rank's piece, a tuple."""
     to_team(leaning_piece(x, sizes, comm), comm)
     double(x, sizes, comm)
     from_team(x, comm)
@@ -46,24 +54,29 @@ def all_reduce(x, comm, op=np.add):
     """Sum in place over ranks: halve, then double.  [n]
 
     Collective: every rank calls.  One rank finishes each piece, so all ranks agree bitwise."""
-    sizes = chunks(x.size, comm.size)
-    to_team(x, comm, op)
-    halve(x, sizes, comm, op)
+    sizes = tuple(chunks(x.size, comm.size))
+    to_team(x, comm, op, out=x)
+    halve(x, sizes, comm, op, out=x)
     double(x, sizes, comm)
     from_team(x, comm)
 
 
-def halve(x, sizes, comm, op):
-    """Swap ever smaller halves of x within the team, adding, until only my own range is left."""
+def halve(x, sizes, comm, op, out):
+    """Swap ever smaller halves of x within the team, adding, until only my own range is left.
+
+    Sums go to out, which may be x.  Returns the array that holds my range."""
     incoming = comm.scratch(x.size, x.dtype)
-    for partner, mine, theirs in reversed(halves(tuple(sizes), comm.rank)):
+    for partner, mine, theirs in reversed(halves(sizes, comm.rank)):
         kept = x[mine]
-        op(kept, comm.sendrecv(x[theirs], partner, incoming[:kept.size], partner), out=kept)
+        came = comm.sendrecv(x[theirs], partner, incoming[:kept.size], partner)
+        op(kept, came, out=out[mine])
+        x = out
+    return x
 
 
 def double(x, sizes, comm):
     """Swap what is finished within the team, from my own range up to all of x."""
-    for partner, mine, theirs in halves(tuple(sizes), comm.rank):
+    for partner, mine, theirs in halves(sizes, comm.rank):
         comm.sendrecv(x[mine], partner, into=x[theirs], source=partner)
 
 
@@ -91,20 +104,21 @@ def halves(sizes, rank):
 def leaning_piece(x, sizes, comm):
     """The piece of the rank outside the team that I am or that leans on me (for others: mine)."""
     leaning = place(comm.rank, comm.size).leaning
-    rank = comm.rank if leaning is None else leaning
-    start = sum(sizes[:rank])
-    return x[start:start + sizes[rank]]
+    return x[spans(sizes)[comm.rank if leaning is None else leaning]]
 
 
-def to_team(x, comm, op=None):
-    """Send x from the ranks outside the team to their helpers, who add it or copy it."""
+def to_team(x, comm, op=None, out=None):
+    """Send x from the ranks outside the team to their helpers, who copy it, or add it into out.
+
+    Returns the array that holds what I go on with."""
     _, helper, leaning = place(comm.rank, comm.size)
     if helper is not None:
         comm.send(x, helper)
     if leaning is not None:
         came = comm.recv(comm.scratch(x.size, x.dtype) if op else x, leaning)
         if op:
-            op(x, came, out=x)
+            return op(x, came, out=out)
+    return x
 
 
 def from_team(x, comm):

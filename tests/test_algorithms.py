@@ -68,7 +68,7 @@ def test_no_memory_per_call(p):
 def calls_into_kept_arrays(comm, n):
     p, sizes = comm.size, chunks(n, comm.size)
     x, out, piece = np.ones(n, "f4"), np.ones(n, "f4"), np.ones(sizes[comm.rank], "f4")
-    rows, came = np.ones((p, n // p), "f4"), list(np.ones((p, n // p), "f4"))
+    rows, came = np.ones((p, n // p), "f4"), np.ones((p, n // p), "f4")
     for name in ALGORITHMS["all_reduce"]:
         yield partial(collectives.all_reduce, x, comm, out=out, algorithm=name)
     for name in ALGORITHMS["reduce_scatter"]:

@@ -184,8 +184,10 @@ def test_out_takes_the_result():
         assert collectives.all_gather(piece, comm, out=out) is out
         same(out, total)
         rows = [np.empty(4, "float32") for _ in range(3)]
-        got = collectives.all_to_all(x, comm, out=rows)
+        got = collectives.all_to_all(list(x), comm, out=rows)
         assert all(a is b for a, b in zip(got, rows))
+        assert all(np.shares_memory(a, out) for a in collectives.all_to_all(x, comm, out=out))
+        same(out, np.stack(rows))
     run_threads(3, body)
 
 
