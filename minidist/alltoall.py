@@ -6,9 +6,12 @@
     rank 3   D0 D1 D2 D3            A3 B3 C3 D3
 
     price per rank   messages        bytes, of the S that it holds
-    pairwise         p-1             (p-1)/p S          every piece goes straight to its owner
-    bruck            ceil(log2 p)    about log2(p)/2 S  pieces travel in company, and change:
-                                                        for tiny ones
+    pairwise         p-1             (p-1)/p S          every piece goes straight to its owner, all
+                                                        at once: one wait
+    bruck            ceil(log2 p)    about log2(p)/2 S  pieces travel in company, and change: for
+                                                        tiny ones, where each message costs much
+
+The same exchange, adding what arrives, is a reduce_scatter; with one piece for all, an all_gather.
 
 Lesson: mpirun -n 4 python -m lessons.collectives
 Paper:  Bruck et al. 1997, "Efficient algorithms for all-to-all communications in
@@ -17,6 +20,8 @@ Paper:  Bruck et al. 1997, "Efficient algorithms for all-to-all communications i
 from functools import cache
 
 import numpy as np
+
+from minidist.ring import cut
 
 
 @cache
@@ -32,8 +37,8 @@ def pairwise(pieces, received, comm):
 
     Collective: every rank calls.  received[s] must have the size that rank s sends."""
     received[comm.rank][...] = pieces[comm.rank]
-    for to, source in partners(comm.rank, comm.size):
-        comm.sendrecv(pieces[to], to, into=received[source], source=source)
+    comm.exchange([(pieces[to], to, received[source], source)
+                   for to, source in partners(comm.rank, comm.size)])
 
 
 def bruck(pieces, received, comm):
@@ -62,9 +67,22 @@ def reduce_scatter(pieces, mine, comm, op=np.add):
     """Sum over ranks into mine, rank r's piece r: an all_to_all that adds what arrives.  p arrays
 
     Collective: every rank calls.  Leaves the pieces as they are, which the ring cannot."""
-    so_far, incoming = pieces[comm.rank], comm.scratch(mine.size, mine.dtype)
-    for to, source in partners(comm.rank, comm.size):
-        op(so_far, comm.sendrecv(pieces[to], to, into=incoming, source=source), out=mine)
+    others = comm.size - 1
+    came = cut(comm.scratch(others * mine.size, mine.dtype), (mine.size,) * others)
+    comm.exchange([(pieces[to], to, into, source)
+                   for (to, source), into in zip(partners(comm.rank, comm.size), came)])
+    so_far = pieces[comm.rank]
+    for piece in came:
+        op(so_far, piece, out=mine)
         so_far = mine
     if so_far is not mine:                                  # alone: nothing to add
         mine[...] = so_far
+
+
+def all_gather(pieces, comm):
+    """Fill in every rank's piece, starting from pieces[r] on rank r.  p arrays, sizes may differ
+
+    Collective: every rank calls.  Each sends its own to all, where the ring passes pieces on."""
+    mine = pieces[comm.rank]
+    comm.exchange([(mine, to, pieces[source], source)
+                   for to, source in partners(comm.rank, comm.size)])

@@ -2,10 +2,10 @@
 
     python -m minidist.bench collectives -n 4 --collective all_reduce --max-bytes 67108864
 
-One round calls every contender once, MPI's collective among them, each after a barrier and on fresh
-data: all meet the same machine.  A call takes as long as it takes its slowest rank.  algbw is size
-over time; busbw multiplies it by what each rank must send at least, so that it compares with the
-speed of the wire whatever the number of ranks.
+One round calls every contender once, MPI's collective among them, in an order that changes from
+round to round, each after a barrier and on fresh data: all meet the same machine.  A call takes as
+long as its slowest rank.  algbw is size over time; busbw multiplies it by what each rank must send
+at least, so that it compares with the speed of the wire whatever the number of ranks.
 
 Lesson: mpirun -n 4 python -m lessons.ring
 """
@@ -218,10 +218,15 @@ def rounds(nbytes):
 
 
 def timed(case, calls, repeats, group):
-    """Seconds of the slowest rank, for each contender an array over the rounds."""
+    """Seconds of the slowest rank, for each contender an array over the rounds.
+
+    Each round goes through them in another order, the same on all ranks: who comes after MPI's own
+    finds other things in the caches than who comes after one of ours."""
+    order, functions = np.random.default_rng(0), list(calls.values())
     mine = np.empty((len(calls), repeats + WARM_UP))
     for i in range(repeats + WARM_UP):
-        for k, call in enumerate(calls.values()):
+        for k in order.permutation(len(calls)).tolist():
+            call = functions[k]
             case.reset()
             group.barrier()
             start = time.perf_counter()

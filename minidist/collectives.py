@@ -33,9 +33,9 @@ OPS = {"sum": np.add, "max": np.maximum}
 
 def all_reduce(x, comm, op="sum", out=None, algorithm=None):
     """Sum (or max) over ranks; out=x: in place.  any shape -> same shape"""
-    add, out = OPS.get(op) or function(op), start(x, out)
-    algorithm, fn = find("all_reduce", algorithm, out.nbytes, comm.size)
-    with comm.operation("all_reduce", (algorithm, op, out.shape, out.dtype)):
+    out = start(x, out)
+    fn, add, detail, _ = plan("all_reduce", algorithm, comm.size, out.shape, out.dtype, op)
+    with comm.operation("all_reduce", detail):
         fn(flat(out), comm, add)
     return out
 
@@ -44,11 +44,13 @@ def reduce_scatter(x, comm, dim=0, sizes=None, op="sum", out=None, algorithm=Non
     """Sum (or max) over ranks and keep piece r along dim.  [n] -> [n/p]
 
     sizes: the length of each rank's piece, by default as np.array_split cuts."""
-    x, add = np.asarray(x), OPS.get(op) or function(op)
-    pieces = layout(x.shape, dim, checked(sizes, x.shape[dim], comm), comm.size)
+    x = np.asarray(x)
+    if sizes is not None:
+        sizes = checked(sizes, x.shape[dim], comm)
+    fn, add, detail, pieces = plan("reduce_scatter", algorithm, comm.size, x.shape, x.dtype, op,
+                                   dim, sizes)
     mine = result(pieces.shapes[comm.rank], x.dtype, out)
-    algorithm, fn = find("reduce_scatter", algorithm, x.nbytes, comm.size)
-    with comm.operation("reduce_scatter", (algorithm, op, x.shape, x.dtype, pieces.lengths)):
+    with comm.operation("reduce_scatter", detail):
         fn(in_a_row(x, pieces, comm), pieces.lengths, flat(mine), comm, add)
     return mine
 
@@ -58,10 +60,12 @@ def all_gather(x, comm, dim=0, sizes=None, out=None, algorithm=None):
 
     sizes: the length of each rank's piece; without it, all are as long as mine."""
     x = np.asarray(x)
-    pieces = gathered(x.shape, dim, checked_mine(sizes, x.shape[dim], comm), comm.size)
+    if sizes is not None:
+        sizes = checked_mine(sizes, x.shape[dim], comm)
+    fn, _, detail, pieces = plan("all_gather", algorithm, comm.size, x.shape, x.dtype, None,
+                                 dim, sizes)
     whole = result(pieces.shape, x.dtype, out)
-    algorithm, fn = find("all_gather", algorithm, whole.nbytes, comm.size)
-    with comm.operation("all_gather", (algorithm, pieces.shape, x.dtype, pieces.lengths)):
+    with comm.operation("all_gather", detail):
         if pieces.in_a_row:
             whole[pieces.index[comm.rank]] = x
             fn(flat(whole), pieces.lengths, comm)
@@ -80,22 +84,22 @@ def broadcast(x, comm, root=0, out=None, algorithm=None):
 
     On the other ranks only the shape and dtype of x matter."""
     out = start(x, out)
-    algorithm, fn = find("broadcast", algorithm, out.nbytes, comm.size)
-    with comm.operation("broadcast", (algorithm, root, out.shape, out.dtype)):
+    fn, _, detail, _ = plan("broadcast", algorithm, comm.size, out.shape, out.dtype)
+    with comm.operation("broadcast", (root, *detail)):
         fn(flat(out), comm, root)
     return out
 
 
 def reduce(x, comm, root=0, op="sum", out=None, algorithm=None):
     """Sum (or max) over ranks: the result on root, None elsewhere.  any shape -> same shape"""
-    x, add = np.asarray(x), function(op)
+    x = np.asarray(x)
+    fn, add, detail, _ = plan("reduce", algorithm, comm.size, x.shape, x.dtype, op)
     if comm.rank == root:
         out = start(x, out)
     else:                                                   # partial sums need a place too
         out = comm.scratch(x.size, x.dtype, slot=1)
         out.reshape(x.shape)[...] = x
-    algorithm, fn = find("reduce", algorithm, x.nbytes, comm.size)
-    with comm.operation("reduce", (algorithm, op, root, x.shape, x.dtype)):
+    with comm.operation("reduce", (root, *detail)):
         fn(flat(out), comm, root, add)
     return out if comm.rank == root else None
 
@@ -137,23 +141,84 @@ def all_to_all(pieces, comm, shapes=None, out=None, algorithm=None):
     """Send pieces[s] to rank s; return what every rank sent to me.  p arrays -> p arrays
 
     shapes: of what I receive; without it, rank s sends me what I send it.  If pieces is one array,
-    it holds p equal pieces on every rank, small ones may take Bruck's way, and out is one too."""
-    if isinstance(pieces, np.ndarray):
-        x = np.ascontiguousarray(pieces)
-        check_number(len(x), comm)
-        nbytes, dtype, into = x.nbytes, x.dtype, result(x.shape, x.dtype, out)
-        pieces, received = rows(x), rows(into)
-    else:                                               # only I know whether mine are equal
-        nbytes, algorithm = 0, algorithm or "pairwise"
+    it holds p equal pieces, and the result is one array too."""
+    if isinstance(pieces, np.ndarray) and shapes is None:
+        pieces = np.ascontiguousarray(pieces)
+        shape, dtype = pieces.shape, pieces.dtype
+        if shape[:1] != (comm.size,):
+            raise wrong_number(len(pieces), comm)
+        received = result(shape, dtype, out)
+    else:
         pieces = [np.ascontiguousarray(piece) for piece in pieces]
         check_pieces(pieces, shapes, algorithm, comm)
-        dtype, shapes = pieces[0].dtype, shapes or [piece.shape for piece in pieces]
-        received = [result(tuple(shape), dtype, into)
-                    for shape, into in zip(shapes, out or [None] * comm.size)]
-    algorithm, fn = find("all_to_all", algorithm, nbytes, comm.size)
-    with comm.operation("all_to_all", (algorithm, dtype)):
+        shape, dtype = (), pieces[0].dtype
+        shapes, out = shapes or [piece.shape for piece in pieces], out or [None] * comm.size
+        received = [result(tuple(s), dtype, into) for s, into in zip(shapes, out)]
+    fn, _, detail, _ = plan("all_to_all", algorithm, comm.size, shape, dtype)
+    with comm.operation("all_to_all", detail):
         fn(pieces, received, comm)
     return received
+
+
+# --- What depends on shapes alone is worked out once: small messages feel every microsecond. ---
+
+class Plan(NamedTuple):
+    """How a call is made."""
+    fn: object                      # the algorithm
+    add: object                     # the NumPy function that sums, if any does
+    detail: tuple                   # what must be the same on every rank
+    pieces: object                  # a Layout, where there are pieces along a dim
+
+
+@lru_cache(maxsize=1024)
+def plan(collective, algorithm, p, shape, dtype, op=None, dim=None, sizes=None):
+    """Plan a call on an array of this shape: my piece of an all_gather, else the full array."""
+    pieces = None
+    if collective == "all_gather":
+        pieces = gathered(shape, dim, sizes, p)
+        shape = pieces.shape
+    elif dim is not None:
+        pieces = layout(shape, dim, sizes, p)
+    algorithm, fn = find(collective, algorithm, prod(shape) * dtype.itemsize, p)
+    detail = (algorithm, op, shape, dtype, pieces and pieces.lengths)
+    return Plan(fn, op and function(op), tuple(d for d in detail if d is not None), pieces)
+
+
+class Layout(NamedTuple):
+    """How an array of this shape is cut along a dim, one piece per rank."""
+    shape: tuple
+    index: tuple                    # where each piece is: x[index[r]]
+    shapes: tuple                   # of the pieces
+    lengths: tuple                  # elements in each
+    in_a_row: bool                  # does a C-contiguous array hold one piece after the other?
+
+
+@lru_cache(maxsize=1024)
+def layout(shape, dim, sizes, p):
+    """Cut a shape along dim into these sizes, by default as even as possible -> Layout"""
+    sizes = chunks(shape[dim], p) if sizes is None else sizes
+    before = (slice(None),) * (dim % len(shape))
+    index = tuple((*before, slice(end - size, end)) for size, end in zip(sizes, accumulate(sizes)))
+    shapes = tuple(along(shape, dim, size) for size in sizes)
+    return Layout(shape, index, shapes, tuple(map(prod, shapes)), prod(shape[:len(before)]) == 1)
+
+
+def gathered(shape, dim, sizes, p):
+    """Put p pieces together, one of which has this shape; all alike without sizes -> Layout"""
+    sizes = (shape[dim],) * p if sizes is None else sizes
+    return layout(along(shape, dim, sum(sizes)), dim, sizes, p)
+
+
+def along(shape, dim, size):
+    """Shape with another length along dim."""
+    shape = list(shape)
+    shape[dim] = size
+    return tuple(shape)
+
+
+def split(x, dim, sizes):
+    """Cut x along dim into views of these lengths."""
+    return [x[where] for where in layout(x.shape, dim, tuple(sizes), len(sizes)).index]
 
 
 # --- Where arrays come from and how they are cut. ---
@@ -187,44 +252,6 @@ def result(shape, dtype, out):
     return out
 
 
-class Layout(NamedTuple):
-    """How an array of this shape is cut along a dim, one piece per rank."""
-    shape: tuple
-    index: tuple                    # where each piece is: x[index[r]]
-    shapes: tuple                   # of the pieces
-    lengths: tuple                  # elements in each
-    in_a_row: bool                  # does a C-contiguous array hold one piece after the other?
-
-
-@lru_cache(maxsize=1024)
-def layout(shape, dim, sizes, p):
-    """Cut a shape along dim into these sizes, by default as even as possible -> Layout"""
-    sizes = chunks(shape[dim], p) if sizes is None else sizes
-    before = (slice(None),) * (dim % len(shape))
-    index = tuple((*before, slice(end - size, end)) for size, end in zip(sizes, accumulate(sizes)))
-    shapes = tuple(along(shape, dim, size) for size in sizes)
-    return Layout(shape, index, shapes, tuple(map(prod, shapes)), prod(shape[:len(before)]) == 1)
-
-
-@lru_cache(maxsize=1024)
-def gathered(shape, dim, sizes, p):
-    """Put p pieces together, one of which has this shape; all alike without sizes -> Layout"""
-    sizes = (shape[dim],) * p if sizes is None else sizes
-    return layout(along(shape, dim, sum(sizes)), dim, sizes, p)
-
-
-def along(shape, dim, size):
-    """Shape with another length along dim."""
-    shape = list(shape)
-    shape[dim] = size
-    return tuple(shape)
-
-
-def split(x, dim, sizes):
-    """Cut x along dim into views of these lengths."""
-    return [x[where] for where in layout(x.shape, dim, tuple(sizes), len(sizes)).index]
-
-
 def checked(sizes, length, comm):
     """Refuse sizes that do not cut this length into a piece for every rank -> a tuple, or None"""
     if sizes is None:
@@ -245,16 +272,15 @@ def checked_mine(sizes, length, comm):
     return tuple(sizes)
 
 
-def check_number(pieces, comm):
-    """Refuse another number of pieces than there are ranks."""
-    if pieces != comm.size:
-        raise ValueError(f"all_to_all has {pieces} pieces for the {comm.size} ranks of "
-                         f"'{comm.name}'")
+def wrong_number(pieces, comm):
+    """The error that tells how many pieces there must be."""
+    return ValueError(f"all_to_all has {pieces} pieces for the {comm.size} ranks of '{comm.name}'")
 
 
 def check_pieces(pieces, shapes, algorithm, comm):
     """Refuse what an all_to_all cannot send, or cannot keep."""
-    check_number(len(pieces), comm)
+    if len(pieces) != comm.size:
+        raise wrong_number(len(pieces), comm)
     if shapes is not None and tuple(shapes[comm.rank]) != pieces[comm.rank].shape:
         raise ValueError(f"rank {comm.rank} of '{comm.name}' keeps its piece of "
                          f"{list(pieces[comm.rank].shape)}, but shapes says "
@@ -272,11 +298,6 @@ def in_a_row(x, pieces, comm):
     for part, where, shape in zip(cut(work, pieces.lengths), pieces.index, pieces.shapes):
         part.reshape(shape)[...] = x[where]
     return work
-
-
-def rows(x):
-    """The pieces of one array (list(x) takes ten times as long)."""
-    return [x[rank] for rank in range(len(x))]
 
 
 def flat(x):

@@ -110,7 +110,9 @@ class Comm(Counting):
         finally:
             self._status.now = None
         # A Request that the caller drops must not take its array along while that is on its way.
-        self._sent = [r for r in self._sent if not r.ready()] + [request]
+        self._sent.append(request)
+        if len(self._sent) > 16:
+            self._sent = [r for r in self._sent if not r.ready()]
         return request
 
     def irecv(self, into, source):
@@ -120,6 +122,33 @@ class Comm(Counting):
         self._status.now = None
         return Request(self, started, self._wire.irecv(into, source), "irecv", None, source, into,
                        tag)
+
+    def exchange(self, moves):
+        """Make several sendrecvs at once: one wait instead of many.  (x, to, into, source) each"""
+        if len(moves) == 1:
+            self.sendrecv(*moves[0])
+            return
+        tags, expected, out, incoming = [], [], 0, 0
+        for x, to, into, source in moves:
+            tags.append(self._out(x, to))
+            expected.append((self._in(into, source), into.nbytes))
+            out += x.nbytes
+            incoming += into.nbytes
+        count = self._count or self._unlabelled("exchange")
+        count.messages += len(moves)
+        count.bytes += out
+        started = self._events and [self._starts("exchange", to, source, x.nbytes, into.nbytes)
+                                    for x, to, into, source in moves]
+        self._status.now = self, "exchange", None, None, out
+        try:
+            came = self._wire.exchange(moves, tags, out + incoming)
+        finally:
+            self._status.now = None
+            for entry in started or ():
+                self._log(entry)
+        if came != expected:
+            k = [a != b for a, b in zip(came, expected)].index(True)
+            raise unlike(self, came[k], expected[k][0], *moves[k][2:])
 
     def barrier(self):
         """Wait until every rank is here.  log2(p) rounds of empty messages"""

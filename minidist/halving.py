@@ -17,6 +17,7 @@ Paper:  Rabenseifner 2004, "Optimization of collective reduction operations"
 """
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,44 +30,59 @@ def reduce_scatter(x, sizes, mine, comm, op=np.add):
     """Sum over ranks into mine, rank r's piece r; x stays as it is.  [n]
 
     Collective: every rank calls.  sizes: the length of each rank's piece, a tuple."""
-    work = comm.scratch(x.size, x.dtype, slot=1)
-    x = to_team(x, comm, op, work)
-    x = halve(x, sizes, comm, op, work)
-    _, helper, leaning = place(comm.rank, comm.size)
-    if helper is not None:
-        comm.recv(mine, helper)
+    role = role_of(comm.rank, sizes)
+    if role.helper is not None:                             # outside the team: give all, get mine
+        comm.send(x, role.helper)
+        comm.recv(mine, role.helper)
         return
-    mine[...] = x[spans(sizes)[comm.rank]]
-    if leaning is not None:
-        comm.send(x[spans(sizes)[leaning]], leaning)
+    work = comm.scratch(x.size, x.dtype, slot=1)
+    if role.leaning is not None:
+        x = op(x, comm.recv(comm.scratch(x.size, x.dtype), role.leaning), out=work)
+    x = halve(x, role.steps, comm, op, out=work)
+    mine[...] = x[role.mine]
+    if role.leaning is not None:
+        comm.send(x[role.theirs], role.leaning)
 
 
 def all_gather(x, sizes, comm):
     """Fill in all of x, starting from piece r on rank r.  [n]
 
     Collective: every rank calls.  sizes: the length of each rank's piece, a tuple."""
-    to_team(leaning_piece(x, sizes, comm), comm)
-    double(x, sizes, comm)
-    from_team(x, comm)
+    role = role_of(comm.rank, sizes)
+    if role.helper is not None:                             # outside the team: give mine, get all
+        comm.send(x[role.mine], role.helper)
+        comm.recv(x, role.helper)
+        return
+    if role.leaning is not None:
+        comm.recv(x[role.theirs], role.leaning)
+    double(x, role.steps, comm)
+    if role.leaning is not None:
+        comm.send(x, role.leaning)
 
 
 def all_reduce(x, comm, op=np.add):
     """Sum in place over ranks: halve, then double.  [n]
 
     Collective: every rank calls.  One rank finishes each piece, so all ranks agree bitwise."""
-    sizes = tuple(chunks(x.size, comm.size))
-    to_team(x, comm, op, out=x)
-    halve(x, sizes, comm, op, out=x)
-    double(x, sizes, comm)
-    from_team(x, comm)
+    role = role_of(comm.rank, tuple(chunks(x.size, comm.size)))
+    if role.helper is not None:                             # outside the team: give all, get all
+        comm.send(x, role.helper)
+        comm.recv(x, role.helper)
+        return
+    if role.leaning is not None:
+        op(x, comm.recv(comm.scratch(x.size, x.dtype), role.leaning), out=x)
+    halve(x, role.steps, comm, op, out=x)
+    double(x, role.steps, comm)
+    if role.leaning is not None:
+        comm.send(x, role.leaning)
 
 
-def halve(x, sizes, comm, op, out):
+def halve(x, steps, comm, op, out):
     """Swap ever smaller halves of x within the team, adding, until only my own range is left.
 
     Sums go to out, which may be x.  Returns the array that holds my range."""
     incoming = comm.scratch(x.size, x.dtype)
-    for partner, mine, theirs in reversed(halves(sizes, comm.rank)):
+    for partner, mine, theirs in reversed(steps):
         kept = x[mine]
         came = comm.sendrecv(x[theirs], partner, incoming[:kept.size], partner)
         op(kept, came, out=out[mine])
@@ -74,57 +90,35 @@ def halve(x, sizes, comm, op, out):
     return x
 
 
-def double(x, sizes, comm):
+def double(x, steps, comm):
     """Swap what is finished within the team, from my own range up to all of x."""
-    for partner, mine, theirs in halves(sizes, comm.rank):
-        comm.sendrecv(x[mine], partner, into=x[theirs], source=partner)
+    for partner, mine, theirs in steps:
+        comm.sendrecv(x[mine], partner, x[theirs], partner)
 
 
-@lru_cache(maxsize=256)
-def halves(sizes, rank):
-    """List (partner, the block of ranges that has mine, the block that has the partner's).
+class Role(NamedTuple):
+    """What a rank does: its steps within the team, or who works for it; and where pieces lie."""
+    steps: tuple                    # (partner, my block of ranges, the partner's), nearest first
+    helper: int | None              # who works for me, if I am outside the team
+    leaning: int | None             # for whom I work besides
+    mine: slice                     # my piece
+    theirs: slice | None            # the piece of the rank that leans on me
 
-    The blocks are 1, 2, 4, ... members' ranges long.  A member's range is its piece, and, just left
+
+@lru_cache(maxsize=1024)
+def role_of(rank, sizes):
+    """Work out a rank's Role, for pieces of these sizes.
+
+    Blocks are 1, 2, 4, ... members' ranges long.  A member's range is its piece, and, just left
     of it, the piece of the rank that leans on it."""
-    members, ends = team(len(sizes)), list(accumulate(sizes))
-    if rank not in members:
-        return ()
+    p = len(sizes)
+    partners, helper, leaning = place(rank, p)
+    theirs = None if leaning is None else spans(sizes)[leaning]
+    steps, members, ends = [], team(p), list(accumulate(sizes))
     bounds = [0, *(ends[member] for member in members)]
-    mine = members.index(rank)
-    steps = []
-    for bit, partner in zip(bits(len(sizes)), place(rank, len(sizes)).partners):
+    for bit, partner in zip(bits(p), partners):
+        mine = members.index(rank)
         first, other = mine & -bit, mine & -bit ^ bit
         steps.append((partner, slice(bounds[first], bounds[first + bit]),
                       slice(bounds[other], bounds[other + bit])))
-    return tuple(steps)
-
-
-# --- Ranks outside the team: before and after. ---
-
-def leaning_piece(x, sizes, comm):
-    """The piece of the rank outside the team that I am or that leans on me (for others: mine)."""
-    leaning = place(comm.rank, comm.size).leaning
-    return x[spans(sizes)[comm.rank if leaning is None else leaning]]
-
-
-def to_team(x, comm, op=None, out=None):
-    """Send x from the ranks outside the team to their helpers, who copy it, or add it into out.
-
-    Returns the array that holds what I go on with."""
-    _, helper, leaning = place(comm.rank, comm.size)
-    if helper is not None:
-        comm.send(x, helper)
-    if leaning is not None:
-        came = comm.recv(comm.scratch(x.size, x.dtype) if op else x, leaning)
-        if op:
-            return op(x, came, out=out)
-    return x
-
-
-def from_team(x, comm):
-    """Send x from the helpers to the ranks outside the team."""
-    _, helper, leaning = place(comm.rank, comm.size)
-    if leaning is not None:
-        comm.send(x, leaning)
-    if helper is not None:
-        comm.recv(x, helper)
+    return Role(tuple(steps), helper, leaning, spans(sizes)[rank], theirs)

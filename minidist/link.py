@@ -53,6 +53,9 @@ class SlowWire:
         return Coming(self.link, self.wire.irecv(start, source), start,
                       self.wire.irecv(into, source), into.nbytes)
 
+    def exchange(self, moves, tags, nbytes):
+        return exchange(self, moves, tags)
+
     def send(self, x, to, tag):
         self.isend(x, to, tag).wait()
 
@@ -64,6 +67,16 @@ class SlowWire:
         came = self.irecv(into, source).wait()
         sent.wait()
         return came
+
+
+def exchange(wire, moves, tags):
+    """Start all receives, then all sends, and wait for each -> what came, as recv returns it"""
+    coming = [wire.irecv(into, source) for _, _, into, source in moves]
+    going = [wire.isend(x, to, tag) for (x, to, _, _), tag in zip(moves, tags)]
+    came = [handle.wait() for handle in coming]
+    for handle in going:
+        handle.wait()
+    return came
 
 
 class Sent:

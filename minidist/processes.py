@@ -12,7 +12,7 @@ import warnings
 
 import mpi4py
 
-from minidist import BadInput, environment, report
+from minidist import BadInput, environment, link, report
 
 mpi4py.rc.initialize, mpi4py.rc.finalize = False, True     # start() looks at the launcher first
 from mpi4py import MPI                                     # noqa: E402
@@ -33,6 +33,7 @@ class MPIWire:
         self.ranks = MPI.Group.Translate_ranks(mpi.group, None, MPI.COMM_WORLD.group)
         self.streams, self.came = [], MPI.Status()
         self.Send, self.Recv, self.Sendrecv = mpi.Send, mpi.Recv, mpi.Sendrecv    # found once
+        self.Isend, self.Irecv = mpi.Isend, mpi.Irecv
 
     def send(self, x, to, tag):
         if SYNC or x.nbytes > PIECE:
@@ -62,6 +63,25 @@ class MPIWire:
         except MPI.Exception as error:
             return too_long(error, came, nbytes)
         return came.Get_tag(), came.Get_count(BYTE)
+
+    def exchange(self, moves, tags, nbytes):
+        """Several sendrecvs at once, of so many bytes in all -> what came with each."""
+        if nbytes > STRAIGHT:
+            return link.exchange(self, moves, tags)
+        coming, going, came, status = [], [], [], self.came
+        for _, _, into, source in moves:
+            coming.append(self.Irecv((into, into.nbytes, BYTE), source, ANY_TAG))
+        for (x, to, _, _), tag in zip(moves, tags):
+            going.append(self.Isend((x, x.nbytes, BYTE), to, tag))
+        for request, move in zip(coming, moves):
+            try:
+                request.Wait(status)
+                came.append((status.Get_tag(), status.Get_count(BYTE)))
+            except MPI.Exception as error:
+                came.append(too_long(error, status, move[2].nbytes))
+        for request in going:
+            request.Wait()
+        return came
 
     def isend(self, x, to, tag):
         begin = self.mpi.Issend if SYNC else self.mpi.Isend

@@ -165,7 +165,8 @@ def awaited_rows(row, rows):
         return [r for r in rows if r.rank == row.rank and r.thread != row.thread and not r.idle]
     peers = row.peers() or [r for r in row.members if r != row.rank]
     found = [r for p in peers for r in rows if r.rank == p and r.thread == row.thread]
-    return [r for r in found if row.peers() or r.kind != row.kind]     # all wait in the same split
+    return [r for r in found if row.peers() or (r.kind, r.op, r.number) !=
+            (row.kind, row.op, row.number)]                # all wait in the same split, or exchange
 
 
 def somebody_ended(waits):

@@ -55,5 +55,5 @@ def cut(x, sizes):
 
 @lru_cache(maxsize=1024)
 def spans(sizes):
-    """Where consecutive pieces of these sizes lie: p slices, kept, since small messages feel them."""
+    """Where consecutive pieces of these sizes lie: p slices, worked out once."""
     return tuple(slice(end - size, end) for size, end in zip(sizes, accumulate(sizes)))

@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 import numpy as np
 
 from minidist import report
+from minidist.link import exchange
 
 
 class Stopped(RuntimeError):
@@ -166,6 +167,9 @@ class ThreadWire:
         came = self.irecv(into, source).wait()
         sent.wait()
         return came
+
+    def exchange(self, moves, tags, nbytes):
+        return exchange(self, moves, tags)
 
     # -- groups and streams -----------------------------------------------------------------
 

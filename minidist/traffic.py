@@ -2,7 +2,7 @@
 
     cost.all_reduce("ring", p=4, n=1000, itemsize=4, rank=0)  ->  Price(6, 6, 6000)
 
-    steps       sends, receives and exchanges that this rank does one after the other
+    steps       sends, receives and exchanges of this rank, those at the same time included
     messages    those that it sends, empty ones included
     bytes       payload bytes that it *sends*, exact for uneven sizes and for any p
 
@@ -68,6 +68,8 @@ def reduce_scatter(algorithm, sizes, itemsize, rank):
 def all_gather(algorithm, sizes, itemsize, rank):
     """Price of collecting every rank's sizes[rank] elements on all ranks."""
     p, n = len(sizes), sum(sizes)
+    if algorithm == "pairwise":
+        return Price(p - 1, p - 1, (p - 1) * sizes[rank] * itemsize)
     if algorithm == "ring":
         return Price(p - 1, p - 1, (n - sizes[(rank + 1) % p]) * itemsize)
     place, helps, log = team_place(p, rank)
@@ -193,20 +195,19 @@ def terms(collective, algorithm, p, nbytes):
     log, up = p.bit_length() - 1, (p - 1).bit_length()
     odd = int(p != 1 << log)                                # some rank helps another: once more all
     cut, halved = (p - 1) / p, 1 - 1 / (1 << log)
-    hops = sum(bin(i).count("1") for i in range(p)) / p
+    at_once = 0.6 * p if p > 1 else 0                       # p - 1 messages that share one wait
     steps, sent, added = {
         ("all_reduce", "naive"): (2 * (p - 1), 2 * (p - 1), p - 1),
         ("all_reduce", "tree"): (2 * up, 2 * up, up),
         ("all_reduce", "recursive_doubling"): (log + 2 * odd, log + 2 * odd, log + odd),
         ("all_reduce", "halving_doubling"): (2 * log + 2 * odd, 2 * halved + 2 * odd, halved + odd),
         ("all_reduce", "ring"): (2 * (p - 1), 2 * cut, cut),
-        ("reduce_scatter", "pairwise"): (p - 1, cut, cut),
+        ("reduce_scatter", "pairwise"): (at_once, cut, cut),
         ("reduce_scatter", "ring"): (p - 1, cut, cut),
-        # halving copies x first; Bruck makes many small copies, which cost as much as a step
-        ("reduce_scatter", "halving"): (log + 2 * odd, halved + 2 * odd + 1, halved + odd),
+        # halving keeps partial sums in a second array: as good as half a message more
+        ("reduce_scatter", "halving"): (log + 2 * odd, halved + 2 * odd + 0.5, halved + odd),
+        ("all_gather", "pairwise"): (at_once, cut, 0),
         ("all_gather", "ring"): (p - 1, cut, 0),
         ("all_gather", "doubling"): (log + 2 * odd, halved + 2 * odd, 0),
-        ("all_to_all", "pairwise"): (p - 1, cut, 0),
-        ("all_to_all", "bruck"): (up + 0.08 * p * (2 + up), hops + 2, 0),
     }[collective, algorithm]
     return steps, sent * nbytes, added * nbytes

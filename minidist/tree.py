@@ -107,18 +107,18 @@ def recursive_doubling(x, comm, op=np.add):
     """Sum in place over ranks, exchanging the whole vector with one partner per bit.  [n]
 
     Collective: every rank calls.  Partners add the same two numbers, so all ranks agree bitwise."""
-    incoming = comm.scratch(x.size, x.dtype)
     partners, helper, leaning = place(comm.rank, comm.size)
+    if helper is not None:                                  # outside the team: give all, get all
+        comm.send(x, helper)
+        comm.recv(x, helper)
+        return
+    incoming = comm.scratch(x.size, x.dtype)
     if leaning is not None:
         op(x, comm.recv(incoming, leaning), out=x)
-    if helper is not None:
-        comm.send(x, helper)
     for partner in partners:
         op(x, comm.sendrecv(x, partner, incoming, partner), out=x)
     if leaning is not None:
         comm.send(x, leaning)
-    if helper is not None:
-        comm.recv(x, helper)
 
 
 # --- Where a power of two is needed, the ranks outside a team lean on their right neighbours. ---

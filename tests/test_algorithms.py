@@ -164,17 +164,7 @@ def test_choice_is_the_least_predicted_time_and_known_by_name():
 def test_choice_goes_from_few_steps_to_few_bytes():
     for p in 4, 6, 8, 16, 33:
         assert chosen("all_reduce", 8, p) == "recursive_doubling"
-        assert chosen("all_to_all", 8 * p, p) == ("bruck" if p >= 8 else "pairwise")
-        assert chosen("all_gather", 8 * p, p) == "doubling"
-        assert chosen("all_to_all", 10 ** 9, p) == "pairwise"
+        assert chosen("all_gather", 8 * p, p) == ("pairwise" if p == 6 else "doubling")
+        assert chosen("reduce_scatter", 8 * p, p) == ("pairwise" if p == 6 else "halving")
+        assert chosen("reduce_scatter", 10 ** 9, p) == "pairwise"
     assert chosen("all_reduce", 10 ** 9, 6) == "ring"            # folding would send all once more
-
-
-def test_a_choice_among_equal_pieces_only():
-    """Pieces in a list may differ on other ranks, so only one array may take Bruck's way."""
-    def body(comm):
-        with comm.counting() as count:
-            collectives.all_to_all(np.zeros((8, 1)), comm)
-            collectives.all_to_all([np.zeros(1)] * 8, comm)
-        return count.messages
-    assert run_threads(8, body) == [3 + 7] * 8
