@@ -91,6 +91,12 @@ def leaves_early(comm):
         comm.recv(np.empty(10), 1)                                    # <- leaves_early
 
 
+def never_sends_to_all(comm):
+    if comm.rank != 1:
+        others = [r for r in range(comm.size) if r != comm.rank]
+        comm.exchange([(np.ones(9), r, np.empty(9), r) for r in others])  # <- never_sends_to_all
+
+
 def computes(comm):
     while comm.rank == 1:
         time.sleep(0.01)

@@ -42,7 +42,24 @@ def exchange(comm, shape, dtype="f8"):
             comm.send(x, right)
     for y in received:
         np.testing.assert_array_equal(y, expected)
+    several_at_once(comm, shape, dtype)
     comm.barrier()
+
+
+def several_at_once(comm, shape, dtype="f8"):
+    """With every other rank, and, of different sizes, twice with the same one."""
+    others = [r for r in range(comm.size) if r != comm.rank]
+    got = [np.zeros(shape, dtype) for _ in others]
+    comm.exchange([(np.full(shape, comm.rank + 1, dtype), r, y, r) for r, y in zip(others, got)])
+    for r, y in zip(others, got):
+        np.testing.assert_array_equal(y, np.full(shape, r + 1, dtype))
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if comm.size > 1:
+        first, second = np.zeros(2, dtype), np.zeros(7, dtype)
+        comm.exchange([(np.full(2, comm.rank + 1, dtype), right, first, left),
+                       (np.full(7, comm.rank + 2, dtype), right, second, left)])
+        assert (first == np.full(2, left + 1, dtype)).all()
+        assert (second == np.full(7, left + 2, dtype)).all()
 
 
 def every_message(comm):
@@ -147,6 +164,8 @@ def test_arrays_that_cannot_be_sent_are_refused_by_name(name):
     refuse(bad, "^x .*" + text.format(remedy=r"send np\.ascontiguousarray\(x\)"), [
         lambda comm, x, peer: comm.send(x, peer), lambda comm, x, peer: comm.isend(x, peer),
         lambda comm, x, peer: comm.sendrecv(x, peer, np.zeros(6), peer),
+        lambda comm, x, peer: comm.exchange([(np.ones(6), peer, np.zeros(6), peer),
+                                             (x, peer, np.zeros(6), peer)]),
         lambda comm, x, peer: comm.shift(x, np.zeros(6))])
 
 
@@ -156,6 +175,8 @@ def test_arrays_that_cannot_be_received_into_are_refused_by_name(name):
     refuse(bad, text.format(remedy="receive into a contiguous array, then copy"), [
         lambda comm, x, peer: comm.recv(x, peer), lambda comm, x, peer: comm.irecv(x, peer),
         lambda comm, x, peer: comm.sendrecv(np.zeros(6), peer, x, peer),
+        lambda comm, x, peer: comm.exchange([(np.ones(6), peer, np.zeros(6), peer),
+                                             (np.ones(6), peer, x, peer)]),
         lambda comm, x, peer: comm.shift(np.zeros(6), x)])
 
 
@@ -196,6 +217,20 @@ def pairs_that_do_not_fit(comm):
             comm.recv(np.empty(1), 1)
 
 
+def one_of_several_does_not_fit(comm):
+    """Rank 1 expects less of rank 2, then more of rank 0, than they send; others have no error."""
+    for source, expected in (2, 3), (0, 9):
+        others = [r for r in range(3) if r != comm.rank]
+        into = [np.empty(expected if (comm.rank, r) == (1, source) else 5) for r in others]
+        moves = [(np.ones(5), r, y, r) for r, y in zip(others, into)]
+        if comm.rank != 1:
+            comm.exchange(moves)
+            continue
+        with pytest.raises(ValueError, match=f"rank 1 of group world expected {expected} float64 "
+                                             f"from rank {source}, but got 5 float64$"):
+            comm.exchange(moves)
+
+
 def calls_that_do_not_match(comm):
     """The ranks of a pair make different collective calls, which exchange messages all the same."""
     peer, x = comm.rank ^ 1, np.ones(4)
@@ -215,6 +250,11 @@ def calls_that_do_not_match(comm):
 @pytest.mark.parametrize("body", [pairs_that_do_not_fit, calls_that_do_not_match])
 def test_what_does_not_fit_is_an_error_that_names_both(body):
     comms.run_threads(2, body)
+
+
+def test_which_of_several_does_not_fit():
+    comms.run_threads(3, one_of_several_does_not_fit)
+    on_ranks(one_of_several_does_not_fit, 3)
 
 
 @mpi(2)
@@ -314,10 +354,11 @@ def test_the_outermost_label_counts():
                 comm.shift(x, into)
             comm.isend(x, 1 - comm.rank).wait()
             comm.recv(into, 1 - comm.rank)
-        assert numbers(total) == (5, 5, 400)
+            comm.exchange([(x, 1 - comm.rank, into, 1 - comm.rank)] * 3)
+        assert numbers(total) == (6, 8, 640)
         assert {k: numbers(c) for k, c in total.by_label.items()} == {
             "sendrecv": (1, 1, 80), "outer": (1, 2, 160), "all_reduce": (1, 1, 80),
-            "isend": (1, 1, 80), "recv": (1, 0, 0)}
+            "isend": (1, 1, 80), "recv": (1, 0, 0), "exchange": (1, 3, 240)}
     comms.run_threads(2, body)
 
 
@@ -345,11 +386,15 @@ def test_recording_logs_both_ends_of_every_message():
             coming = comm.irecv(np.empty(4), (comm.rank - 1) % 3)
             comm.send(np.ones(4), (comm.rank + 1) % 3)
             coming.wait()
+            right, left = (comm.rank + 1) % 3, (comm.rank - 1) % 3
+            comm.exchange([(np.ones(1), right, np.empty(1), left),
+                           (np.ones(5), left, np.empty(5), right)])
         comm.barrier()
-        right, left = (comm.rank + 1) % 3, (comm.rank - 1) % 3
         assert [(e.op, e.group, e.kind, e.peer, e.nbytes) for e in events] == [
             ("all_gather", "tp", "send", right, 16), ("all_gather", "tp", "recv", left, 16),
-            ("send", "world", "send", right, 32), ("irecv", "world", "recv", left, 32)]
+            ("send", "world", "send", right, 32), ("irecv", "world", "recv", left, 32),
+            ("exchange", "world", "send", right, 8), ("exchange", "world", "recv", left, 8),
+            ("exchange", "world", "send", left, 40), ("exchange", "world", "recv", right, 40)]
         assert all(e.rank == comm.rank and e.start <= e.end for e in events)
     comms.run_threads(3, body)
 

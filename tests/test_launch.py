@@ -44,6 +44,8 @@ WAITS = {
     "different_collectives": (70, "in broadcast #2", "in all_reduce #2",
                               "must make the same calls in the same order"),
     "leaves_early": (70, "rank 2 waits", "rank 0 waits for rank 1, which has left"),
+    "never_sends_to_all": (70, "rank 2 waits", "for every rank of its group  exchange, group world",
+                           "rank 0 waits for rank 1, which has left"),
     "computes": (70, "rank 1 computes", "rank 0 waits for rank 1, which computes at tests/fail"),
     "stream_waits": (70, "rank 0 (stream) waits", "has nothing to do there"),
     "os_exit": (None, "rank 1 died without a word", "rank 0 waits for rank 1"),
