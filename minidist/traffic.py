@@ -13,7 +13,7 @@ Lesson: mpirun -n 4 python -m lessons.collectives
 from itertools import accumulate
 from typing import NamedTuple
 
-TREE_CHUNK = 1 << 16            # bytes: the double tree's pipeline moves its halves in such chunks
+TREE_CHUNK = 1 << 18            # bytes: the double tree's pipeline moves its halves in such chunks
 
 
 class Price(NamedTuple):
