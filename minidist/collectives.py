@@ -294,7 +294,7 @@ def in_a_row(x, pieces, comm):
     """A vector with the pieces of x one after the other: x itself, or else a kept copy."""
     if pieces.in_a_row and x.flags.c_contiguous:
         return flat(x)
-    work = comm.scratch(x.size, x.dtype, slot=2)
+    work = comm.scratch(x.size, x.dtype, slot=1)
     for part, where, shape in zip(cut(work, pieces.lengths), pieces.index, pieces.shapes):
         part.reshape(shape)[...] = x[where]
     return work

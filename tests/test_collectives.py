@@ -134,6 +134,18 @@ def test_strided_inputs(p):
             same(collectives.broadcast(x, comm), np.array(view(base / (comm.rank + 1))))
             root = collectives.reduce(x, comm)
             assert root is None or (root == expected).all()
+        column, whole = base[:, 1], total[:, 1]                         # a vector with gaps
+        sizes = chunks(4, p)
+        for name in ALGORITHMS["reduce_scatter"]:
+            piece = collectives.reduce_scatter(column, comm, algorithm=name)
+            same(piece, np.array_split(whole, p)[comm.rank].copy())
+        for name in ALGORITHMS["all_gather"]:
+            same(collectives.all_gather(np.repeat(piece, 2)[::2], comm, sizes=sizes,
+                                        algorithm=name), whole.copy())
+        for name in ALGORITHMS["all_to_all"]:
+            rows = np.arange(6. * p).reshape(p, 6) + comm.rank
+            got = collectives.all_to_all(rows[:, ::2], comm, algorithm=name)
+            same(got, np.arange(6. * p).reshape(p, 6)[[comm.rank] * p, ::2] + np.arange(p)[:, None])
     run_threads(p, body)
 
 
@@ -205,6 +217,9 @@ def test_out_takes_the_result():
     ("holds a piece of 6", lambda x, c: collectives.gather(x, c, sizes=[5, 5])),
     ("with sum 6", lambda x, c: collectives.scatter(x, c, sizes=[1, 1])),
     ("has 3 pieces", lambda x, c: collectives.all_to_all([x] * 3, c)),
+    ("has 3 pieces", lambda x, c: collectives.all_to_all(x.reshape(3, 2), c)),
+    (r"keeps its piece of \[6\], but shapes says \[2, 3\]", lambda x, c: collectives.all_to_all(
+        [x, x], c, shapes=[(2, 3)] * 2)),
     ("equal pieces", lambda x, c: collectives.all_to_all([x, x[1:]], c, algorithm="bruck")),
     ("foreign byte order", lambda x, c: collectives.all_reduce(x.astype(">f4"), c)),
 ])

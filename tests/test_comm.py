@@ -60,6 +60,16 @@ def several_at_once(comm, shape, dtype="f8"):
                        (np.full(7, comm.rank + 2, dtype), right, second, left)])
         assert (first == np.full(2, left + 1, dtype)).all()
         assert (second == np.full(7, left + 2, dtype)).all()
+        moves = [(np.full(shape, comm.rank + k, dtype), right, np.zeros(shape, dtype), left)
+                 for k in range(3)]
+        if comm.rank % 2:                          # one by one meets all at once
+            coming = [comm.irecv(into, source) for _, _, into, source in moves]
+            for request in [comm.isend(x, to) for x, to, _, _ in moves] + coming:
+                request.wait()
+        else:
+            comm.exchange(moves)
+        for k, (_, _, into, _) in enumerate(moves):
+            np.testing.assert_array_equal(into, np.full(shape, left + k, dtype))
 
 
 def every_message(comm):
@@ -350,14 +360,19 @@ def test_the_outermost_label_counts():
                 comm.shift(x, into)
                 with comm.operation("all_reduce"):
                     comm.shift(x, into)
-            with comm.operation("all_reduce"), comm.operation("reduce_scatter"):
                 comm.shift(x, into)
+            with comm.operation("all_reduce"):
+                with comm.operation("reduce_scatter"), comm.label("inner"):
+                    comm.shift(x, into)
+                assert comm.current()[:2] == ("all_reduce", 2)
+                comm.shift(x, into)
+            assert comm.current()[:2] == ("", 0)
             comm.isend(x, 1 - comm.rank).wait()
             comm.recv(into, 1 - comm.rank)
             comm.exchange([(x, 1 - comm.rank, into, 1 - comm.rank)] * 3)
-        assert numbers(total) == (6, 8, 640)
+        assert numbers(total) == (6, 10, 800)
         assert {k: numbers(c) for k, c in total.by_label.items()} == {
-            "sendrecv": (1, 1, 80), "outer": (1, 2, 160), "all_reduce": (1, 1, 80),
+            "sendrecv": (1, 1, 80), "outer": (1, 3, 240), "all_reduce": (1, 2, 160),
             "isend": (1, 1, 80), "recv": (1, 0, 0), "exchange": (1, 3, 240)}
     comms.run_threads(2, body)
 
