@@ -1,6 +1,7 @@
 """Algorithms side by side: groups, streams, memory, MPI's own results, and the choice."""
 import tracemalloc
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -168,3 +169,20 @@ def test_choice_goes_from_few_steps_to_few_bytes():
         assert chosen("reduce_scatter", 8 * p, p) == ("pairwise" if p == 6 else "halving")
         assert chosen("reduce_scatter", 10 ** 9, p) == "pairwise"
     assert chosen("all_reduce", 10 ** 9, 6) == "ring"            # folding would send all once more
+
+
+def test_the_choice_goes_by_the_bytes_of_the_full_array():
+    """Float64 on 4 ranks, just below and above the crossover: the messages tell which it was."""
+    def body(comm):
+        sent = []
+        for collective, n in product((collectives.all_reduce, collectives.reduce_scatter),
+                                     (20_000, 40_000, 100_000)):
+            with comm.counting() as count:
+                collective(np.zeros(n), comm)
+            price = getattr(cost, collective.__name__)
+            name, sizes = chosen(collective.__name__, 8 * n, 4), chunks(n, 4)
+            args = (4, n) if collective is collectives.all_reduce else (sizes,)
+            assert (count.messages, count.bytes) == price(name, *args, 8, comm.rank)[1:]
+            sent.append(count.messages)
+        return sent
+    assert run_threads(4, body) == [[2, 2, 4, 2, 3, 3]] * 4
