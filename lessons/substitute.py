@@ -42,7 +42,9 @@ def breaks(owner, name, ranks=None, sync=False, first=None):
 
 @contextmanager
 def patched(*replacements):
-    """Replace (owner, name, function) wherever the library and the lessons have imported it."""
+    """Replace (owner, name, function) wherever the library and the lessons have imported it.
+
+    What functions keep of earlier calls is forgotten before and after."""
     undo = []
     try:
         for owner, name, new in replacements:
@@ -51,10 +53,12 @@ def patched(*replacements):
             setattr(owner, name, new)
             if not isinstance(owner, type):
                 _rebind(old, new, undo)
+        _forget()
         yield
     finally:
         for restore, *where in reversed(undo):
             restore(*where)
+        _forget()
 
 
 def _rebind(old, new, undo):
@@ -68,6 +72,14 @@ def _rebind(old, new, undo):
             if any(value is old for value in defaults):
                 undo.append((setattr, function, "__defaults__", defaults))
                 function.__defaults__ = tuple(new if v is old else v for v in defaults)
+
+
+def _forget():
+    """Empty the caches of our functions: what one has worked out may rest on what is replaced."""
+    for space in _namespaces():
+        for value in list(space.values()):
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
 
 
 def _namespaces():

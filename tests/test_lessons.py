@@ -71,7 +71,8 @@ def test_a_lesson_proves_itself_on_thread_ranks(name, ranks):
 @pytest.mark.parametrize("name", [name for name in NAMES if not SCRIPTS[name].alone])
 def test_a_lesson_s_proof_holds_on_two_ranks(name):
     result = run(name, 2, "--prove")
-    assert result["ok"] and result["checks"] and result["output"].count("\n") < 25
+    assert result["ok"], result["output"]
+    assert result["checks"] and result["output"].count("\n") < 25
 
 
 def check_screens(output):
