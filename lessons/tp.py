@@ -21,7 +21,7 @@ from minidist.mesh import DeviceMesh
 
 EXERCISE = [mappings.copy_to, mappings.reduce_from, tp.vocab_parallel_cross_entropy]
 ROWS, STEPS = 6, 8
-WIDE = 64                                            # rows of the batch whose traffic is counted
+WIDE = 96                                            # rows of the batch whose traffic is counted
 FAST, SLOW = 900e6, 50e6                             # bytes per second: both 1000 times too slow
 
 
