@@ -16,19 +16,12 @@ given, takes the result: a C-contiguous array of the right shape and dtype.
 
 Lesson: mpirun -n 4 python -m lessons.collectives
 """
-from functools import lru_cache
-from itertools import accumulate
-from math import prod
-from typing import NamedTuple
-
 import numpy as np
 
-from minidist.algorithms import ALGORITHMS, chosen, find                        # noqa: F401
+from minidist.algorithms import ALGORITHMS, chosen                              # noqa: F401
 from minidist.buffers import apart
-from minidist.cost import chunks
+from minidist.layouts import checked, checked_mine, gathered, layout, plan, split      # noqa: F401
 from minidist.ring import cut
-
-OPS = {"sum": np.add, "max": np.maximum}
 
 
 def all_reduce(x, comm, op="sum", out=None, algorithm=None):
@@ -144,91 +137,22 @@ def all_to_all(pieces, comm, shapes=None, out=None, algorithm=None):
     it holds p equal pieces, and the result is one array too."""
     if isinstance(pieces, np.ndarray) and shapes is None:
         pieces = np.ascontiguousarray(pieces)
-        shape, dtype = pieces.shape, pieces.dtype
-        if shape[:1] != (comm.size,):
+        if pieces.shape[:1] != (comm.size,):
             raise wrong_number(len(pieces), comm)
-        received = result(shape, dtype, out)
+        dtype, received = pieces.dtype, result(pieces.shape, pieces.dtype, out)
     else:
         pieces = [np.ascontiguousarray(piece) for piece in pieces]
         check_pieces(pieces, shapes, algorithm, comm)
-        shape, dtype = (), pieces[0].dtype
+        dtype = pieces[0].dtype
         shapes, out = shapes or [piece.shape for piece in pieces], out or [None] * comm.size
         received = [result(tuple(s), dtype, into) for s, into in zip(shapes, out)]
-    fn, _, detail, _ = plan("all_to_all", algorithm, comm.size, shape, dtype)
+    fn, _, detail, _ = plan("all_to_all", algorithm, comm.size, (), dtype)
     with comm.operation("all_to_all", detail):
         fn(pieces, received, comm)
     return received
 
 
-# --- What depends on shapes alone is worked out once: small messages feel every microsecond. ---
-
-class Plan(NamedTuple):
-    """How a call is made."""
-    fn: object                      # the algorithm
-    add: object                     # the NumPy function that sums, if any does
-    detail: tuple                   # what must be the same on every rank
-    pieces: object                  # a Layout, where there are pieces along a dim
-
-
-@lru_cache(maxsize=1024)
-def plan(collective, algorithm, p, shape, dtype, op=None, dim=None, sizes=None):
-    """Plan a call on an array of this shape: my piece of an all_gather, else the full array."""
-    pieces = None
-    if collective == "all_gather":
-        pieces = gathered(shape, dim, sizes, p)
-        shape = pieces.shape
-    elif dim is not None:
-        pieces = layout(shape, dim, sizes, p)
-    algorithm, fn = find(collective, algorithm, prod(shape) * dtype.itemsize, p)
-    detail = (algorithm, op, shape, dtype, pieces and pieces.lengths)
-    return Plan(fn, op and function(op), tuple(d for d in detail if d is not None), pieces)
-
-
-class Layout(NamedTuple):
-    """How an array of this shape is cut along a dim, one piece per rank."""
-    shape: tuple
-    index: tuple                    # where each piece is: x[index[r]]
-    shapes: tuple                   # of the pieces
-    lengths: tuple                  # elements in each
-    in_a_row: bool                  # does a C-contiguous array hold one piece after the other?
-
-
-@lru_cache(maxsize=1024)
-def layout(shape, dim, sizes, p):
-    """Cut a shape along dim into these sizes, by default as even as possible -> Layout"""
-    sizes = chunks(shape[dim], p) if sizes is None else sizes
-    before = (slice(None),) * (dim % len(shape))
-    index = tuple((*before, slice(end - size, end)) for size, end in zip(sizes, accumulate(sizes)))
-    shapes = tuple(along(shape, dim, size) for size in sizes)
-    return Layout(shape, index, shapes, tuple(map(prod, shapes)), prod(shape[:len(before)]) == 1)
-
-
-def gathered(shape, dim, sizes, p):
-    """Put p pieces together, one of which has this shape; all alike without sizes -> Layout"""
-    sizes = (shape[dim],) * p if sizes is None else sizes
-    return layout(along(shape, dim, sum(sizes)), dim, sizes, p)
-
-
-def along(shape, dim, size):
-    """Shape with another length along dim."""
-    shape = list(shape)
-    shape[dim] = size
-    return tuple(shape)
-
-
-def split(x, dim, sizes):
-    """Cut x along dim into views of these lengths."""
-    return [x[where] for where in layout(x.shape, dim, tuple(sizes), len(sizes)).index]
-
-
-# --- Where arrays come from and how they are cut. ---
-
-def function(op):
-    """The NumPy function of an op's name."""
-    if op not in OPS:
-        raise ValueError(f"unknown op {op!r}; it is one of {', '.join(OPS)}")
-    return OPS[op]
-
+# --- Where arrays come from. ---
 
 def start(x, out):
     """The contiguous array that holds x now and takes the result later: out, or a copy of x."""
@@ -250,26 +174,6 @@ def result(shape, dtype, out):
         raise ValueError(f"out ({dtype} {list(shape)}) is not C-contiguous and writeable: only a "
                          "copy would change; leave out= away and use what is returned")
     return out
-
-
-def checked(sizes, length, comm):
-    """Refuse sizes that do not cut this length into a piece for every rank -> a tuple, or None"""
-    if sizes is None:
-        return None
-    if len(sizes) != comm.size or sum(sizes) != length:
-        raise ValueError(f"sizes {list(sizes)} must be {comm.size} numbers, one per rank of "
-                         f"'{comm.name}', with sum {length}")
-    return tuple(sizes)
-
-
-def checked_mine(sizes, length, comm):
-    """Refuse a piece that is not as long as sizes says -> a tuple, or None"""
-    if sizes is None:
-        return None
-    if len(sizes) != comm.size or sizes[comm.rank] != length:
-        raise ValueError(f"rank {comm.rank} of {comm.size} in '{comm.name}' holds a piece of "
-                         f"{length}, but sizes is {list(sizes)}")
-    return tuple(sizes)
 
 
 def wrong_number(pieces, comm):

@@ -13,7 +13,7 @@ ROWS = [
     "traffic cost tape tensor environment link counting agree buffers report watch threads "
     "processes stream safety comm launch flags",
     "attention functional nn optim data ring tree halving double_tree hierarchical alltoall mesh",
-    "algorithms collectives gpt",
+    "algorithms layouts collectives gpt",
     "mappings placement buckets",
     "dp zero tp sp cp pp ep recompute offload precision compress",
     "step ledger trace verify checkpoint parallel progress train bench_fit "

@@ -8,7 +8,7 @@ import pytest
 
 from lessons import kit, script, substitute, tables
 from lessons.__main__ import ORDER, existing
-from minidist import BadInput, collectives, cost, ring
+from minidist import BadInput, cost, layouts, ring
 from minidist.comm import run_threads
 from tests.mpi import execute, need_mpi
 
@@ -197,7 +197,7 @@ def test_patched_reaches_names_tables_and_defaults_and_restores_them():
 def test_nothing_worked_out_under_a_break_outlives_it():
     """And a break is not hidden by what was worked out before."""
     def layout():
-        return collectives.layout((5,), 0, None, 2).lengths
+        return layouts.layout((5,), 0, None, 2).lengths
 
     assert layout() == (3, 2)
     with substitute.patched((cost, "chunks", lambda n, p: [n // p] * p)):
