@@ -5,7 +5,7 @@
     solo()                      one rank alone
 
                 to the right: shift                       send  recv  sendrecv
-        0 ---> 1 ---> 2 ---> 3 ---> 0                     isend irecv barrier
+        0 ---> 1 ---> 2 ---> 3 ---> 0                     isend irecv exchange barrier
 
 Everything above is written with these calls. A message carries, in its tag, its type and the
 collective it belongs to, and the receiver compares: arrays that do not fit, and collectives that
@@ -35,7 +35,7 @@ class Comm(Counting):
         self._wire, self._status = wires[0], wires[0].status
         self._sequence, self._tag = 0, 0                  # of collective calls
         self._scratch, self._views, self._link, self._children = {}, {}, None, []
-        self._sent = []                                   # requests that may still be under way
+        self._sent = set()                                # requests that nobody has waited for
         self.check = os.environ.get("MINIDIST_CHECK") == "1"
         if parent is not None:
             self._events, self.check = parent._events, parent.check
@@ -110,9 +110,9 @@ class Comm(Counting):
         finally:
             self._status.now = None
         # A Request that the caller drops must not take its array along while that is on its way.
-        self._sent.append(request)
-        if len(self._sent) > 16:
-            self._sent = [r for r in self._sent if not r.ready()]
+        if self._sent:
+            self._sent = {r for r in self._sent if not r.ready()}
+        self._sent.add(request)
         return request
 
     def irecv(self, into, source):
@@ -258,6 +258,7 @@ class Request:
         if self.handle is None:
             return self.x
         comm, handle, self.handle = self.comm, self.handle, None
+        comm._sent.discard(self)
         comm._status.now = self.now
         try:
             came = handle.wait()

@@ -1,5 +1,6 @@
 """Comm over MPI and over threads: the same messages, checks and counts."""
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -118,6 +119,18 @@ def dropped(comm):
         assert len(comm._sent) <= 2                # what has arrived is let go
     if comm.rank == 1:
         comm.recv(np.empty(1), 0)
+
+
+def test_an_array_is_let_go_once_its_request_has_been_waited_for():
+    def body(comm):
+        x, peer = np.ones(5), 1 - comm.rank
+        request, kept = comm.isend(x, peer), weakref.ref(x)
+        comm.recv(np.empty(5), peer)
+        request.wait()
+        del x, request
+        assert kept() is None
+    comms.run_threads(2, body)
+    comms.run_threads(2, body, sync=True)
 
 
 def test_a_dropped_request_still_sends():
