@@ -36,6 +36,8 @@ def main():
     if world.size < 2:
         raise BadInput("1 rank shares no layer; start two: python -m minidist.bench tp -n 2")
     config = gpt.preset(args.preset, vocab=VOCAB)
+    if args.json:
+        flags.writable(args.json)
     alone, together = measure(args, config, world)
     if world.rank == 0:
         row = {"preset": args.preset, "batch": args.batch, "ranks": world.size, "sp": args.sp,

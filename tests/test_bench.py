@@ -1,0 +1,79 @@
+"""bench, bench engine, bench tp: tables and files, what times become, what is refused."""
+import json
+import sys
+
+import pytest
+
+from minidist import bench_engine, cost, gpt
+from tests.mpi import execute, need_mpi
+
+BENCH = [sys.executable, "-m", "minidist.bench"]
+
+
+@pytest.mark.parametrize("words, told", [
+    (["engines"], "no benchmark engines; there are engine, collectives, train, tp"),
+    (["engine", "--preset", "huge"], "huge"),
+    (["engine", "--rounds", "0"], "0 is out of range"),
+    (["engine", "--json", "/"], "is a directory"),
+    (["tp", "-n", "2", "--json", "/"], "is a directory"),
+    (["tp"], "1 rank shares no layer"),
+])
+def test_refusals(words, told):
+    status, output = execute([*BENCH, *words], 60)
+    assert status == 2 and told in output and "Traceback" not in output
+    assert output.count("error:") == 1 and len(output.splitlines()) == 1
+
+
+def test_the_engine_s_table_and_file(tmp_path):
+    file = tmp_path / "rows.json"
+    status, output = execute([*BENCH, "engine", "--preset", "lesson", "--rounds", "1", "--no-torch",
+                              "--json", str(file)], 120)
+    assert status == 0, output
+    row, = json.loads(file.read_text())["rows"]
+    assert row["preset"] == "lesson" and row["torch_ms"] is row["ratio_to_torch"] is None
+    c = gpt.preset("lesson", vocab=bench_engine.VOCAB)
+    flops = cost.gpt_flops(row["batch"], c.context, c.width, c.heads, c.layers, bench_engine.VOCAB,
+                           c.groups)
+    assert row["gflops"] == pytest.approx(flops / row["step_ms"] / 1e6)
+    assert 0 < row["peak_share"] < 2
+    assert f"{row['step_ms']:.1f}" in output and "no PyTorch here" in output
+
+
+def test_contenders_take_turns_and_the_first_round_does_not_count(monkeypatch):
+    """Each call lasts what the clock says: 100 ms to warm up, then 1, 5, 2 and 10, 50, 20."""
+    lasts = {"a": iter([0.1, 0.001, 0.005, 0.002]), "b": iter([0.1, 0.010, 0.050, 0.020])}
+    now, calls = [0.0], []
+
+    def make(name):
+        def call():
+            calls.append(name)
+            now[0] += next(lasts[name])
+        return call
+    monkeypatch.setattr(bench_engine.time, "perf_counter", lambda: now[0])
+    ms = bench_engine.in_turn({name: make(name) for name in lasts}, rounds=3)
+    assert calls == ["a", "b"] * 4
+    assert ms == pytest.approx({"a": 2, "b": 20})
+
+
+def test_the_step_that_is_timed_trains():
+    """The timed step is a whole one: its fourth loss is below its first."""
+    step = bench_engine.our_step("lesson")
+    model, batch = next(cell.cell_contents for cell in step.__closure__
+                        if isinstance(cell.cell_contents, gpt.GPT)), bench_engine.start("lesson")[1]
+    before = model(batch).item()
+    for _ in range(3):
+        step()
+    assert model(batch).item() < before - 10
+
+
+def test_tensor_parallel_table_and_file(tmp_path):
+    need_mpi()
+    file = tmp_path / "rows.json"
+    for words in [], ["--sp"]:
+        status, output = execute([*BENCH, "tp", "-n", "2", "--preset", "lesson", "--steps", "1",
+                                  "--json", str(file), *words], 120)
+        assert status == 0, output
+        row, = json.loads(file.read_text())["rows"]
+        assert (row["ranks"], row["sp"]) == (2, bool(words))
+        assert row["ratio"] == pytest.approx(row["tp_ms"] / row["one_rank_ms"], rel=0.1)
+        assert f"{row['ratio']:.2f}" in output
