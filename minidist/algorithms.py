@@ -1,9 +1,9 @@
 """Which algorithms there are for each collective, and which one the automatic choice takes.
 
 The choice compares predicted times: steps x ALPHA + bytes x BETA + bytes added x GAMMA.  The three
-constants are fixed, so that every rank, every run and every machine chooses the same.  They come
-from `python -m minidist.bench collectives -n 4`, which fits them anew and shows where its own
-constants would choose otherwise.
+constants are fixed, so that every rank, every run and every machine chooses the same.
+`python -m minidist.bench collectives` fits them to its own run, and shows where those would choose
+otherwise, and which algorithm the clock prefers.
 """
 from functools import cache
 from weakref import WeakKeyDictionary
@@ -12,9 +12,9 @@ from minidist import alltoall, double_tree, halving, hierarchical, ring, tree
 from minidist.cost import seconds
 from minidist.ring import cut
 
-# From 2 cores of an AMD EPYC (shared memory, MPICH 5.0.2, float32): of a grid of constants, those
-# whose choice loses least against the fastest algorithm of each of 95 measured cases (four
-# collectives, 2, 3, 4 and 8 ranks, 1 KB to 4 MB): 1 % on average, 19 % at worst.
+# Not the fit of one run: of a grid of constants, those whose choice loses least against the fastest
+# algorithm in 95 rows of that benchmark (four collectives, 2, 3, 4 and 8 ranks, 1 KB to 4 MB, on 2
+# cores of an AMD EPYC with MPICH 5.0.2): 1 % on average, 19 % at worst.
 ALPHA = 80e-6                   # seconds per step: mostly the wait for one's turn on a core
 BETA = 0.3e-9                   # seconds per byte sent
 GAMMA = 0.2e-9                  # seconds per byte added

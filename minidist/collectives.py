@@ -38,8 +38,7 @@ def reduce_scatter(x, comm, dim=0, sizes=None, op="sum", out=None, algorithm=Non
 
     sizes: the length of each rank's piece, by default as np.array_split cuts."""
     x = np.asarray(x)
-    if sizes is not None:
-        sizes = checked(sizes, x.shape[dim], comm)
+    sizes = checked(sizes, x.shape[dim], comm)
     fn, add, detail, pieces = plan("reduce_scatter", algorithm, comm.size, x.shape, x.dtype, op,
                                    dim, sizes)
     mine = result(pieces.shapes[comm.rank], x.dtype, out)
@@ -53,8 +52,7 @@ def all_gather(x, comm, dim=0, sizes=None, out=None, algorithm=None):
 
     sizes: the length of each rank's piece; without it, all are as long as mine."""
     x = np.asarray(x)
-    if sizes is not None:
-        sizes = checked_mine(sizes, x.shape[dim], comm)
+    sizes = checked_mine(sizes, x.shape[dim], comm)
     fn, _, detail, pieces = plan("all_gather", algorithm, comm.size, x.shape, x.dtype, None,
                                  dim, sizes)
     whole = result(pieces.shape, x.dtype, out)
