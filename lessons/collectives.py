@@ -2,17 +2,18 @@
 
   lifts   nothing     by themselves; but every technique is a cut, and some of these to mend it
   costs   bandwidth   (p-1)/p S per rank for the one-way moves, twice that for an all_reduce
-  code    minidist/collectives.py, minidist/tree.py, minidist/alltoall.py, minidist/hierarchical.py
+  code    minidist/collectives/: calls.py, tree.py, alltoall.py, hierarchical.py
   before  lessons.memory                                       next  lessons.ring
   run     mpirun -n 4 python -m lessons.collectives      or: python -m lessons.collectives -n 4
 """
 import numpy as np
 
 from lessons import kit
-from minidist import alltoall, collectives, cost, hierarchical, ring, tree
+from minidist import cost
+from minidist.collectives import alltoall, calls, hierarchical, ring, tree
 from minidist.collectives import (all_gather, all_reduce, all_to_all, broadcast, reduce,
                                   reduce_scatter)
-from minidist.comm import run_threads
+from minidist.ranks.comm import run_threads
 
 EXERCISE = [tree.broadcast, tree.reduce, alltoall.pairwise]
 
@@ -137,7 +138,7 @@ def root_is_zero(comm, root):
     return root_is_zero.original(comm, 0)
 
 
-@kit.breaks(collectives, "start")
+@kit.breaks(calls, "start")
 def overwrites_input(x, out):
     """An all_reduce sums in the caller's own array, to save a copy.
 

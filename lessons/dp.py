@@ -10,14 +10,14 @@ import json
 from functools import partial
 
 import numpy as np
-
 from lessons import kit
-from minidist import buckets, cost, dp, ledger, nn, optim, placement, step, trace, verify
+from minidist import buckets, cost, dp, ledger, placement, step, trace, verify
 from minidist.collectives import chosen
-from minidist.comm import solo
-from minidist.data import random_batch
-from minidist.gpt import GPT, preset
+from minidist.engine import nn, optim
+from minidist.engine.data import random_batch
+from minidist.engine.gpt import GPT, preset
 from minidist.mesh import DeviceMesh
+from minidist.ranks.comm import solo
 
 EXERCISE = [dp.share_rows, dp.start_equal, buckets.assign, placement.finalize]
 OPTIONS = {"trace": "write the timeline of the overlap as a Chrome/Perfetto trace"}

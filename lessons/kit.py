@@ -4,12 +4,13 @@
 
       lifts   bandwidth   the root of a naive sum moves p - 1 times the vector; nobody here does
       costs   latency     2(p-1) messages one after the other, where a tree needs 2 log p
-      code    minidist/ring.py
+      code    minidist/collectives/ring.py
       before  lessons.collectives  (the six primitives)          next  lessons.dp
       run     mpirun -n 4 python -m lessons.ring        or: python -m lessons.ring -n 4
     """
     from lessons import kit
-    from minidist import cost, ring
+    from minidist import cost
+    from minidist.collectives import ring
 
     EXERCISE = [ring.reduce_scatter]            # what --stub writes and --mine replaces
 
@@ -65,8 +66,9 @@ from lessons import exercises, substitute, tables
 from lessons.script import ask, parse, read, terminal
 from lessons.substitute import breaks
 from lessons.tables import duration, fold, size
-from minidist import flags, launch
-from minidist.comm import run_threads, solo, world
+from minidist import flags
+from minidist.ranks import launch
+from minidist.ranks.comm import run_threads, solo, world
 
 __all__ = ["run", "run_on_threads", "breaks", "difference", "duration", "fold", "size", "Lesson"]
 

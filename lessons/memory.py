@@ -2,7 +2,7 @@
 
   lifts   nothing     it counts what ZeRO, tp, pp, recompute and offload will cut or move
   costs   memory      16 bytes per parameter before the first token, whatever the batch
-  code    minidist/ledger.py, minidist/cost.py
+  code    minidist/ledger.py, minidist/cost/model.py
   before  lessons.step  (what a step keeps)             next  lessons.collectives
   run     mpirun -n 4 python -m lessons.memory        or: python -m lessons.memory -n 4
 """
@@ -13,9 +13,10 @@ from functools import partial
 import numpy as np
 
 from lessons import kit
-from minidist import attention, cost, dp, ledger, nn, optim, step, tape
-from minidist.data import random_batch
-from minidist.gpt import GPT, preset
+from minidist import cost, dp, ledger, step
+from minidist.engine import attention, nn, optim, tape
+from minidist.engine.data import random_batch
+from minidist.engine.gpt import GPT, preset
 from minidist.mesh import DeviceMesh
 
 EXERCISE = [ledger.held]

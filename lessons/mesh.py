@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 
 from lessons import kit
-from minidist import cost, dp, gpt, mesh, optim, placement, step, tp, verify
+from minidist import cost, dp, mesh, placement, step, tp, verify
 from minidist.collectives import all_reduce, chosen
-from minidist.comm import run_threads
-from minidist.data import random_batch
+from minidist.engine import gpt, optim
+from minidist.engine.data import random_batch
+from minidist.ranks.comm import run_threads
 
 EXERCISE = [mesh.coordinates, mesh.groups]
 CUBE = dict(pp=2, dp=2, cp=1, tp=2)                   # 8 ranks

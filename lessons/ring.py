@@ -2,7 +2,7 @@
 
   lifts   bandwidth   at the root of a plain sum (p-1) S go in and out; here each port carries < 2 S
   costs   latency     2(p-1) messages one after the other, where trees need about 2 log p
-  code    minidist/ring.py, minidist/tree.py, minidist/double_tree.py
+  code    minidist/collectives/ring.py, tree.py, double_tree.py
   before  lessons.collectives  (the six primitives)            next  lessons.dp
   run     mpirun -n 4 python -m lessons.ring       or: python -m lessons.ring -n 4
 """
@@ -12,9 +12,10 @@ import time
 import numpy as np
 
 from lessons import kit
-from minidist import cost, double_tree, ring
+from minidist import cost
+from minidist.collectives import double_tree, ring
 from minidist.collectives import all_reduce
-from minidist.comm import run_threads
+from minidist.ranks.comm import run_threads
 
 EXERCISE = [ring.reduce_scatter, ring.all_gather, ring.all_reduce]
 ALGORITHMS = "naive", "recursive_doubling", "ring", "double_tree"

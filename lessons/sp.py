@@ -11,12 +11,12 @@ from functools import cache
 import numpy as np
 
 from lessons import kit
-from minidist import (attention, collectives, cost, gpt, ledger, mappings, optim, placement, sp,
-                      step, tensor, tp, verify)
-from minidist.buffers import PAGE
+from minidist import collectives, cost, ledger, mappings, placement, sp, step, tp, verify
 from minidist.collectives import chosen
-from minidist.data import Corpus, default_text
+from minidist.engine import attention, gpt, optim, tensor
+from minidist.engine.data import Corpus, default_text
 from minidist.mesh import DeviceMesh
+from minidist.ranks.buffers import PAGE
 
 EXERCISE = [mappings.all_gather, mappings.reduce_scatter, sp.all_gather_linear]
 ROWS, STEPS, CONTEXT = 6, 6, 24                              # 24 tokens: over 1, 2, 3 and 4 ranks

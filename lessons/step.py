@@ -2,7 +2,7 @@
 
   lifts   nothing     this is the load that all later lessons cut, move or recompute
   costs   all three   compute: 6 flops per parameter and token; memory: P + G + O + A; bandwidth
-  code    minidist/tensor.py, tape.py, functional.py, optim.py, ledger.py
+  code    minidist/engine/: tensor.py, tape.py, functional.py, optim.py; minidist/ledger.py
   before  lessons.walls  (the three walls)                  next  lessons.memory
   run     python -m lessons.step        (one rank is enough: all would do the same)
 """
@@ -14,9 +14,10 @@ from functools import partial
 import numpy as np
 
 from lessons import kit
-from minidist import attention, cost, functional, ledger, nn, optim, step, tensor
-from minidist.data import Corpus, default_text
-from minidist.gpt import GPT, preset
+from minidist import cost, ledger, step
+from minidist.engine import attention, functional, nn, optim, tensor
+from minidist.engine.data import Corpus, default_text
+from minidist.engine.gpt import GPT, preset
 
 EXERCISE = [functional.layer_norm, functional.gelu]
 ALONE = True

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from lessons.script import typed
 from lessons.tables import WIDTH, relative
-from minidist.comm import Deadlock, run_threads
+from minidist.ranks.comm import Deadlock, run_threads
 
 OURS = ("minidist", "lessons", "__main__")
 TIMEOUT = 30                                         # seconds until a trial counts as endless

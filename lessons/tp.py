@@ -13,11 +13,12 @@ from functools import cache
 import numpy as np
 
 from lessons import kit
-from minidist import (comm, cost, functional, gpt, mappings, optim, placement, step, tensor, tp,
-                      verify)
+from minidist import cost, mappings, placement, step, tp, verify
 from minidist.collectives import chosen
-from minidist.data import Corpus, default_text, random_batch
+from minidist.engine import functional, gpt, optim, tensor
+from minidist.engine.data import Corpus, default_text, random_batch
 from minidist.mesh import DeviceMesh
+from minidist.ranks import comm
 
 EXERCISE = [mappings.copy_to, mappings.reduce_from, tp.vocab_parallel_cross_entropy]
 ROWS, STEPS = 6, 8

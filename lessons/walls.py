@@ -2,7 +2,7 @@
 
   lifts   nothing     these are the walls; each later lesson moves one of them
   costs   nothing     but every lesson will be paid for at the rates of this one
-  code    minidist/cost.py
+  code    minidist/cost/model.py
   before  python -m minidist.doctor  (does it run here?)      next  lessons.step
   run     mpirun -n 2 python -m lessons.walls         or: python -m lessons.walls -n 2
 """
@@ -11,8 +11,9 @@ import time
 import numpy as np
 
 from lessons import counted, kit
-from minidist import attention, cost, functional, optim
-from minidist.tensor import Tensor
+from minidist import cost
+from minidist.engine import attention, functional, optim
+from minidist.engine.tensor import Tensor
 
 EXERCISE = [cost.linear_work, cost.attention_work, cost.at_least]
 B, T, D, H = 8, 256, 384, 6                           # the layers of preset `mini`, 2048 tokens

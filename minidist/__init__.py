@@ -1,4 +1,22 @@
-"""Distributed training from scratch in NumPy and MPI: one thread, plain output, one error."""
+"""Distributed training from scratch in NumPy and MPI.
+
+    engine/        one process       tape tensor attention functional nn optim data gpt
+    ranks/         how ranks talk,   comm counting buffers agree stream link threads processes
+                   start and fail    report watch safety environment launch
+    collectives/   arrays over       ring tree halving double_tree hierarchical alltoall
+                   ranks             choice layouts calls
+    cost/          closed forms      messages model strategies
+    bench/         measurements      engine collectives train tp fit
+
+    where the two worlds meet        mesh mappings placement buckets
+    one technique each               dp tp sp
+    the whole                        step parallel verify ledger trace progress flags
+    commands                         train doctor
+
+engine, ranks and cost know nothing of each other; collectives builds on ranks and cost; techniques
+build on all of these and never on one another.  Importing this package sets one BLAS thread per
+rank, plain output lines and how glibc keeps memory, and nothing else.
+"""
 import ctypes
 import os
 import sys

@@ -14,9 +14,10 @@ import sys
 
 import numpy as np
 
-from minidist import THREAD_VARIABLES, environment, launch
+from minidist import THREAD_VARIABLES
+from minidist.ranks import environment, launch
 
-TRIAL = "from minidist import comm, launch; launch.run(lambda: comm.world().barrier())"
+TRIAL = "from minidist.ranks import comm, launch; launch.run(lambda: comm.world().barrier())"
 SECONDS = 60
 
 
@@ -49,7 +50,7 @@ def mpi4py_text():
         return "none"
     version = importlib.metadata.version("mpi4py")
     try:
-        from minidist import processes
+        from minidist.ranks import processes
     except Exception as error:                                 # noqa: BLE001  (whatever it is)
         return f"{version}, but its MPI library does not load: {error}"
     return f"{version}, linked with {processes.library()}"

@@ -29,7 +29,7 @@ from functools import partial
 
 from minidist import buckets
 from minidist.collectives import all_reduce, broadcast
-from minidist.tensor import Tensor, after_backward
+from minidist.engine.tensor import Tensor, after_backward
 
 
 def share_rows(model, comm):

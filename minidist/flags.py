@@ -12,7 +12,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from minidist import BadInput, launch
+from minidist import BadInput
+from minidist.ranks import launch
 
 
 class Parser(argparse.ArgumentParser):

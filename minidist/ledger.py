@@ -12,7 +12,7 @@ Lesson: mpirun -n 4 python -m lessons.memory   (and lessons.step)
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from minidist.tensor import Node, graph_bytes
+from minidist.engine.tensor import Node, graph_bytes
 
 
 class Held(NamedTuple):

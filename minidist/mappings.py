@@ -34,7 +34,7 @@ import numpy as np
 
 from minidist import collectives
 from minidist.cost import chunks
-from minidist.tensor import Tensor
+from minidist.engine.tensor import Tensor
 
 
 def copy_to(x, comm):

@@ -21,7 +21,7 @@ from itertools import combinations
 
 import numpy as np
 
-from minidist import BadInput, flags, launch
+from minidist import BadInput
 
 ORDER = ("pp", "dp", "cp", "tp")                        # outermost first
 TALKS = {"pp": "at the border of two stages", "dp": "once per step: gradients",
@@ -152,6 +152,9 @@ def group_lines(sizes, shown):
 
 
 def main():
+    """The command.  What it needs is imported here: a mesh needs no launcher."""
+    from minidist import flags
+    from minidist.ranks import launch
     parser = flags.Parser(
         prog="python -m minidist.mesh", description="Draw a mesh; no ranks are needed.",
         epilog="example: python -m minidist.mesh --dp 2 --pp 2 --tp 2")
@@ -168,4 +171,5 @@ def main():
 
 
 if __name__ == "__main__":
+    from minidist.ranks import launch
     launch.run(main)

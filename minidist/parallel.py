@@ -12,9 +12,10 @@ Run: python -m minidist.train -n 4 --dp 4 --verify
 """
 import math
 
-from minidist import BadInput, comm, environment, flags, sp, tp
+from minidist import BadInput, flags, sp, tp
 from minidist.dp import DistributedDataParallel
 from minidist.mesh import DeviceMesh
+from minidist.ranks import comm, environment
 
 AXES = {"dp": "replicas of the model (default: all ranks that are left)",
         "tp": "ranks that share every layer (default 1)"}

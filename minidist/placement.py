@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minidist.collectives import all_gather, all_reduce, reduce_scatter
-from minidist.optim import square_sum
+from minidist.engine.optim import square_sum
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,9 +23,10 @@ import functools
 
 import numpy as np
 
-from minidist import BadInput, collectives, functional
+from minidist import BadInput, collectives
+from minidist.engine import functional
+from minidist.engine.tensor import Tensor, no_grad
 from minidist.mappings import all_gather, reduce_scatter
-from minidist.tensor import Tensor, no_grad
 
 TOKENS = 1                                                     # the dimension of T in [B, T, D]
 

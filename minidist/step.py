@@ -12,10 +12,10 @@ Lesson: python -m lessons.step
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from minidist.comm import solo
+from minidist.engine.optim import clip_scale
 from minidist.mesh import DeviceMesh
-from minidist.optim import clip_scale
 from minidist.placement import finalize, grad_norm, total
+from minidist.ranks.comm import solo
 
 TOKENS = "dp", "cp"                                     # the axes that share out the tokens
 

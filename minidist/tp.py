@@ -26,13 +26,14 @@ from fnmatch import fnmatch
 
 import numpy as np
 
-from minidist import BadInput, functional, nn
+from minidist import BadInput
 from minidist.collectives import all_reduce
 from minidist.cost import chunks
-from minidist.functional import IGNORE
+from minidist.engine import functional, nn
+from minidist.engine.functional import IGNORE
+from minidist.engine.tensor import Tensor
 from minidist.mappings import all_gather, copy_to, gather, reduce_from
 from minidist.placement import Shard, cut
-from minidist.tensor import Tensor
 
 
 # ------------------------------------------------------------------------------ the layers

@@ -11,7 +11,7 @@ Lesson: mpirun -n 4 python -m lessons.dp
 import time
 from typing import NamedTuple
 
-from minidist.counting import Event
+from minidist.ranks.counting import Event
 
 COLORS = {"forward": "#4878a8", "backward": "#e08030", "step": "#909090", "wire": "#509050"}
 

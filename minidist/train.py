@@ -20,14 +20,16 @@ from pathlib import Path
 
 import numpy as np
 
-from minidist import BadInput, flags, gpt, launch, parallel, placement, verify
-from minidist.data import Corpus, default_text, read_text
+from minidist import BadInput, flags, parallel, placement, verify
+from minidist.engine import gpt
+from minidist.engine.data import Corpus, default_text, read_text
+from minidist.engine.optim import SGD, AdamW, warmup_cosine
+from minidist.engine.tensor import no_grad
 from minidist.mesh import DeviceMesh
-from minidist.optim import SGD, AdamW, warmup_cosine
 from minidist.placement import join, total
 from minidist.progress import History, Progress, draw
+from minidist.ranks import launch
 from minidist.step import TOKENS, train_step
-from minidist.tensor import no_grad
 
 SIZES = "context", "width", "heads", "layers", "kv_heads"
 VALIDATIONS = 10                        # how often, spread evenly over the run

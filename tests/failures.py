@@ -9,8 +9,9 @@ import time
 
 import numpy as np
 
-from minidist import BadInput, launch
-from minidist import comm as comms
+from minidist import BadInput
+from minidist.ranks import launch
+from minidist.ranks import comm as comms
 
 
 def neighbours(comm):

@@ -10,7 +10,8 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from minidist import bench_train, gpt
+from minidist.bench import train as bench_train
+from minidist.engine import gpt
 from tests.twin import Twin
 
 

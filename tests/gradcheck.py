@@ -6,7 +6,7 @@ second function is the reference.
 """
 import numpy as np
 
-from minidist.tensor import Tensor
+from minidist.engine.tensor import Tensor
 
 try:
     import torch

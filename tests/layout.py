@@ -10,11 +10,11 @@ loss, gradient norm, every gradient, every parameter, replicas bitwise (minidist
 import numpy as np
 
 from minidist import verify
-from minidist.comm import run_threads
-from minidist.data import random_batch
-from minidist.gpt import GPT, GPTConfig
+from minidist.engine.data import random_batch
+from minidist.engine.gpt import GPT, GPTConfig
+from minidist.engine.optim import SGD, AdamW
 from minidist.mesh import DeviceMesh
-from minidist.optim import SGD, AdamW
+from minidist.ranks.comm import run_threads
 from tests.models import TINY, perturb
 
 OPTIMIZERS = {

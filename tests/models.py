@@ -1,8 +1,8 @@
 """Small models for tests: every size different from its neighbours, nothing zero."""
 import numpy as np
 
-from minidist.gpt import GPT, GPTConfig
-from minidist.nn import init
+from minidist.engine.gpt import GPT, GPTConfig
+from minidist.engine.nn import init
 
 TINY = dict(vocab=13, context=8, width=16, heads=4, layers=3, kv_heads=2, dropout=0.0, tied=True)
 

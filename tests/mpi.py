@@ -26,7 +26,7 @@ from pathlib import Path
 
 import pytest
 
-from minidist import environment, launch, safety
+from minidist.ranks import environment, launch, safety
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -170,7 +170,7 @@ def main(module, name, folder, timeout):
 def outcome(module, name, kwargs):
     """Call the test; return "ok", "skipped: why" or the traceback."""
     try:
-        from minidist import comm
+        from minidist.ranks import comm
         fn = getattr(importlib.import_module(module), name)
         getattr(fn, "body", fn)(comm.world(), **kwargs)
         return "ok"

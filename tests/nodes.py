@@ -1,6 +1,6 @@
 """Let the hierarchical algorithm see several nodes where there is one machine."""
-from minidist import hierarchical
-from minidist.algorithms import GROUPS
+from minidist.collectives import hierarchical
+from minidist.collectives.choice import GROUPS
 
 
 def two_nodes(comm):

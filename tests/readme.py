@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from minidist import environment
+from minidist.ranks import environment
 from tests.mpi import execute
 
 ROOT = Path(__file__).parent.parent

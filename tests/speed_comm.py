@@ -10,8 +10,8 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from minidist import comm as comms
-from minidist import launch
+from minidist.ranks import comm as comms
+from minidist.ranks import launch
 
 ROUNDS = 41
 

@@ -2,8 +2,8 @@
 import numpy as np
 import pytest
 
-from minidist import alltoall
-from minidist.comm import run_threads
+from minidist.collectives import alltoall
+from minidist.ranks.comm import run_threads
 
 
 def test_everyone_meets_everyone_once_and_both_sides_know():

@@ -4,7 +4,9 @@ import sys
 
 import pytest
 
-from minidist import bench_engine, cost, gpt
+from minidist import cost
+from minidist.bench import engine as bench_engine
+from minidist.engine import gpt
 from tests.mpi import execute, need_mpi
 
 BENCH = [sys.executable, "-m", "minidist.bench"]

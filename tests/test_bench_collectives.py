@@ -5,9 +5,10 @@ import sys
 import numpy as np
 import pytest
 
-from minidist import bench_collectives, bench_fit
-from minidist.algorithms import ALGORITHMS
-from minidist.bench_collectives import Row
+from minidist.bench import collectives as bench_collectives
+from minidist.bench import fit as bench_fit
+from minidist.bench.collectives import Row
+from minidist.collectives.choice import ALGORITHMS
 from minidist.cost import seconds
 from tests.mpi import execute
 
@@ -53,7 +54,7 @@ def test_refusals(flags, message):
 def test_wrong_elements_are_counted():
     """A broken algorithm must show in the table."""
     case = bench_collectives.Case(16, lambda: None, None, None, np.zeros(4), np.array([0, 0, 1, 2]))
-    from minidist.comm import run_threads
+    from minidist.ranks.comm import run_threads
     assert run_threads(2, lambda comm: bench_collectives.errors(case, lambda: None, comm)) == [4, 4]
 
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from minidist import BadInput, bench_train
+from minidist import BadInput
+from minidist.bench import train as bench_train
 from tests.mpi import need_mpi
 
 ARGS = SimpleNamespace(preset="lesson", batch=8, ranks="1,2")

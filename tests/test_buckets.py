@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from minidist import buckets
-from minidist.nn import Parameter
+from minidist.engine.nn import Parameter
 
 
 @pytest.mark.parametrize("sizes, expected", [

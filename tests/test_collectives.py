@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 
 from minidist import collectives
-from minidist.algorithms import ALGORITHMS
-from minidist.comm import run_threads
+from minidist.collectives.choice import ALGORITHMS
 from minidist.cost import chunks
+from minidist.ranks.comm import run_threads
 from tests.nodes import two_nodes
 
 DTYPES = "float32", "float64", "float16", "int64", "int32"

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import minidist
-from minidist import buffers, collectives, counting, environment, link
-from minidist import comm as comms
+from minidist import collectives
+from minidist.ranks import buffers, counting, environment, link
+from minidist.ranks import comm as comms
 from tests.mpi import mpi, on_ranks
 
 SHAPES = [0, 1, 5, (2, 3), (0, 4), (), 200_000]
@@ -312,7 +313,7 @@ def test_messages_travel_in_pieces_below_the_limit(sync):
 
 def in_pieces(comm):
     """1000 float64 to a piece: one piece, just one, one and a bit, three."""
-    from minidist import processes
+    from minidist.ranks import processes
     cut = [len(processes.pieces(np.ones(n))) for n in (0, 999, 1000, 1001, 2500)]
     assert cut == [1, 1, 1, 2, 3]
     for n in (999, 1000, 1001, 2500):
@@ -563,8 +564,8 @@ def test_a_link_on_one_side_only_is_told(linked):
 # -- where groups come from ---------------------------------------------------------------------
 
 def test_without_mpi_a_lone_process_is_a_group_of_one(monkeypatch):
-    monkeypatch.setitem(sys.modules, "minidist.processes", None)        # import raises ImportError
-    monkeypatch.delattr(minidist, "processes", raising=False)
+    monkeypatch.setitem(sys.modules, "minidist.ranks.processes", None)  # import raises ImportError
+    monkeypatch.delattr(minidist.ranks, "processes", raising=False)
     monkeypatch.setattr(environment, "launched", lambda: False)
     assert comms.join().size == 1
     monkeypatch.setattr(environment, "launched", lambda: True)

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 
 from minidist import BadInput
-from minidist.data import Batch, Corpus, default_text, random_batch, read_text
-from minidist.functional import IGNORE
+from minidist.engine.data import Batch, Corpus, default_text, random_batch, read_text
+from minidist.engine.functional import IGNORE
 
 TEXT = "".join(chr(97 + i * i % 26) for i in range(400))
 

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from minidist import doctor, environment
+from minidist import doctor
+from minidist.ranks import environment
 from tests import mpi
 
 

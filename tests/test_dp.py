@@ -6,14 +6,14 @@ import pytest
 
 from minidist import cost, dp, verify
 from minidist.collectives import chosen
-from minidist.comm import run_threads
-from minidist.data import Batch, random_batch
-from minidist.functional import IGNORE
+from minidist.engine.data import Batch, random_batch
+from minidist.engine.functional import IGNORE
+from minidist.engine.nn import Module, Parameter
+from minidist.engine.optim import SGD, AdamW
+from minidist.engine.tensor import Tensor
 from minidist.mesh import DeviceMesh
-from minidist.nn import Module, Parameter
-from minidist.optim import SGD, AdamW
+from minidist.ranks.comm import run_threads
 from minidist.step import train_step
-from minidist.tensor import Tensor
 from tests import mpi
 from tests.layout import OPTIMIZERS, check_layout
 from tests.models import perturb, tiny

@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 
-from minidist import attention, tape
-from minidist import functional as F
-from minidist.tensor import Tensor, graph_bytes, no_grad, run_deferred
+from minidist.engine import attention, tape
+from minidist.engine import functional as F
+from minidist.engine.tensor import Tensor, graph_bytes, no_grad, run_deferred
 from tests.gradcheck import check_op, check_torch, close, inputs, torch, value_and_gradients
 
 needs_torch = pytest.mark.skipif(torch is None, reason="PyTorch, the reference, is not installed")

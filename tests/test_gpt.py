@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from minidist import BadInput, gpt
-from minidist import functional as F
-from minidist.data import Batch, random_batch
-from minidist.gpt import GPT, GPTConfig, generate, preset
-from minidist.tensor import no_grad
+from minidist import BadInput
+from minidist.engine import gpt
+from minidist.engine import functional as F
+from minidist.engine.data import Batch, random_batch
+from minidist.engine.gpt import GPT, GPTConfig, generate, preset
+from minidist.engine.tensor import no_grad
 from tests.models import TINY, perturb, tiny
 
 BLOCK = ["norm1.weight", "norm1.bias", "attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight",

@@ -8,85 +8,138 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minidist"
 
-# Imports point down this table, or to the left within a row; in row 4 no module imports another.
-ROWS = [
-    "traffic cost tape tensor environment link counting agree buffers report watch threads "
-    "processes stream safety comm launch flags",
-    "attention functional nn optim data ring tree halving double_tree hierarchical alltoall mesh",
-    "algorithms layouts collectives gpt",
-    "mappings placement buckets",
-    "dp zero tp sp cp pp ep recompute offload precision compress",
-    "step ledger trace verify checkpoint parallel progress train bench_fit "
-    "bench_engine bench_collectives bench_train bench_tp bench simulate plan doctor",
-]
-PLACE = {name: (row, column) for row, names in enumerate(ROWS)
-         for column, name in enumerate(names.split())}
-STRATEGIES = ROWS[4].split()
-PAIRED = STRATEGIES + ["ring", "collectives", "mesh", "checkpoint"]
-PRINTS = {"train", "progress", "bench", "bench_engine", "bench_train", "bench_collectives",
-          "bench_fit", "bench_tp", "doctor", "simulate", "plan", "mesh"}   # commands, or parts
-MPI = {"comm", "processes"}                                       # comm, and its wire over MPI
+# What each group of modules may import, besides itself.  Within a group imports form no circle; one
+# technique never imports another.
+ROOMS = {"cost": set(), "engine": set(), "ranks": set(), "collectives": {"cost", "ranks"},
+         "meeting": {"cost", "engine", "ranks", "collectives"}}
+ROOMS["technique"] = ROOMS["meeting"] | {"meeting"}
+ROOMS["whole"] = ROOMS["technique"] | {"technique"}
+ROOMS["command"] = ROOMS["bench"] = ROOMS["whole"] | {"whole"}
+TOP = {"meeting": "mesh mappings placement buckets schedules",
+       "technique": "dp zero tp sp pp flash cp ulysses moe ep recompute offload precision compress",
+       "whole": "step parallel verify ledger trace checkpoint progress flags",
+       "command": "train sample plan simulate doctor"}
+FOLDERS = ["engine", "ranks", "collectives", "cost", "bench"]
+PAIRED = [*TOP["technique"].split(), "collectives.ring", "collectives", "mesh", "schedules",
+          "checkpoint", "plan"]
+PRINTS = {"train", "sample", "progress", "doctor", "simulate", "plan", "mesh"}   # and all of bench
+COMMANDS = {"mesh": {"flags"}}       # what a module's main() imports so that it can be a command
+MPI = {"ranks.processes"}
 LONGEST = {"lessons/kit.py": 400}                                 # every other file: 320 lines
 
-MODULES = sorted(p.stem for p in PACKAGE.glob("*.py") if p.stem != "__init__")
-FILES = sorted(p for f in ("minidist", "lessons", "tests") for p in (ROOT / f).glob("*.py"))
+
+def dotted(path):
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = sorted(dotted(p) for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
+FILES = sorted(p for f in ("minidist", "lessons", "tests") for p in (ROOT / f).rglob("*.py"))
 by_name = pytest.mark.parametrize("name", MODULES)
 by_file = pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+
+
+def file(name):
+    path = PACKAGE.joinpath(*name.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def group(name):
+    """The room that a module is in, or the group that names it."""
+    room = name.split(".")[0]
+    return room if room in FOLDERS else next(
+        (kind for kind, names in TOP.items() if name in names.split()), None)
 
 
 def tree(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imports(path, package="minidist"):
-    """Name everything that a file imports, wherever in it: {'numpy', 'minidist.comm', ...}"""
+def imports(path):
+    """Name everything that a file imports, wherever in it: {'numpy', 'minidist.ranks.comm', ...}"""
+    package = "minidist." + ".".join(path.relative_to(PACKAGE).parts[:-1]) if (
+        PACKAGE in path.parents) else ""
     found = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join(filter(None, [package if node.level else "", node.module]))
+            base = ".".join(filter(None, [package.strip(".") if node.level else "", node.module]))
             found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
     return found
 
 
 def own_imports(name):
     """Name the modules of the package that one of them imports."""
-    found = imports(PACKAGE / f"{name}.py")
-    return {other for other in MODULES if f"minidist.{other}" in found}
+    found = {i.removeprefix("minidist.") for i in imports(file(name))}
+    return {other for other in MODULES if other in found} - {name}
 
 
-def points_down(name, other):
-    (row, column), (other_row, other_column) = PLACE[name], PLACE[other]
-    return other_row < row or other_row == row != 4 and other_column < column
+def may_import(name, other):
+    a, b = group(name), group(other)
+    if a == b:
+        return a != "technique"
+    return b in ROOMS[a]
 
 
 def test_the_table_says_what_it_should():
-    assert points_down("gpt", "comm") and points_down("comm", "tensor")
-    assert not points_down("comm", "gpt") and not points_down("tensor", "comm")
-    assert not points_down("sp", "tp") and not points_down("zero", "dp")
+    assert may_import("engine.gpt", "engine.tensor") and may_import("mappings", "engine.tensor")
+    assert not may_import("ranks.comm", "engine.tensor")
+    assert not may_import("engine.nn", "ranks.comm")
+    assert not may_import("sp", "tp") and not may_import("zero", "dp")
+    assert not may_import("cost.model", "engine.gpt") and not may_import("mesh", "flags")
 
 
 @by_name
-def test_imports_point_down_or_left(name):
-    assert name in PLACE, f"give {name} a place in ROWS"
-    wrong = {other for other in own_imports(name) if not points_down(name, other)}
+def test_imports_stay_within_the_rules(name):
+    assert group(name), f"give {name} a place in TOP"
+    wrong = {other for other in own_imports(name) if not may_import(name, other)}
+    wrong -= COMMANDS.get(name, set())
     assert not wrong, f"minidist.{name} may not import {', '.join(sorted(wrong))}"
 
 
+def test_there_is_no_circle():
+    """A folder's face hands on names of its modules: who imports the face imports those."""
+    edges = {name: {o for o in own_imports(name) if o not in FOLDERS} for name in MODULES}
+    edges = {name: found - COMMANDS.get(name, set()) for name, found in edges.items()}
+
+    def walk(name, path):
+        assert name not in path, "a circle: " + " -> ".join([*path[path.index(name):], name])
+        if name not in done:
+            for other in sorted(edges[name]):
+                walk(other, [*path, name])
+            done.add(name)
+
+    done = set()
+    for name in MODULES:
+        walk(name, [])
+
+
 @by_name
-def test_only_the_communicator_knows_mpi(name):
-    knows = any(i.split(".")[0] == "mpi4py" for i in imports(PACKAGE / f"{name}.py"))
-    assert not knows or name in MPI
-    others = {i.split(".")[0] for i in imports(PACKAGE / f"{name}.py")} & {"lessons", "tests"}
-    assert not others or name.startswith("bench") and others == {"tests"}  # PyTorch's twin
+def test_only_the_wire_over_processes_knows_mpi(name):
+    knows = any(i.split(".")[0] == "mpi4py" for i in imports(file(name)))
+    assert not knows or name in MPI or group(name) == "bench"
+    others = {i.split(".")[0] for i in imports(file(name))} & {"lessons", "tests"}
+    assert not others or group(name) == "bench" and others == {"tests"}   # PyTorch's twin
+
+
+def test_the_map_shows_the_folders():
+    """`ls minidist` is five folders and the names of the groups; the docstring lists them."""
+    top = {p.stem for p in PACKAGE.glob("*.py")} - {"__init__"}
+    folders = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert folders == set(FOLDERS)
+    assert not [p for p in PACKAGE.glob("*/*") if p.is_dir() and p.name != "__pycache__"]
+    doc = ast.get_docstring(tree(PACKAGE / "__init__.py"))
+    shown = set(re.findall(r"[a-z_]+", doc[doc.index("\n    "):]))
+    inside = {n.split(".")[1] for n in MODULES if "." in n} - {"__main__"}
+    missing = (top | folders | inside) - shown
+    assert not missing, f"the map in minidist/__init__.py lacks {', '.join(sorted(missing))}"
 
 
 @by_file
 def test_nothing_else_is_needed(path):
     """numpy, mpi4py, matplotlib; pytest and, where it happens to be, torch in tests and bench."""
     allowed = {"numpy", "mpi4py", "matplotlib", "minidist", "lessons", "tests", "pydoc_data"}
-    if path.parent.name == "tests" or path.stem.startswith("bench"):
+    if path.parent.name in ("tests", "bench"):
         allowed |= {"pytest", "torch"}
     from sys import stdlib_module_names
     used = {i.split(".")[0] for i in imports(path)} - {"__future__", "__main__"}
@@ -95,20 +148,21 @@ def test_nothing_else_is_needed(path):
 
 @pytest.mark.parametrize("name", [n for n in PAIRED if n in MODULES])
 def test_module_lesson_and_test_have_one_name(name):
-    lesson = ROOT / "lessons" / f"{name}.py"
-    assert lesson.exists() and (ROOT / "tests" / f"test_{name}.py").exists()
-    assert f"lessons.{name}" in lesson_line(name)
-    assert f"minidist/{name}.py" in ast.get_docstring(tree(lesson))
+    last = name.split(".")[-1]
+    lesson = ROOT / "lessons" / f"{last}.py"
+    assert lesson.exists() and (ROOT / "tests" / f"test_{last}.py").exists()
+    assert f"lessons.{last}" in lesson_line(name)
+    assert f"minidist/{name.replace('.', '/')}" in ast.get_docstring(tree(lesson))
 
 
 def lesson_line(name):
-    doc = ast.get_docstring(tree(PACKAGE / f"{name}.py")) or ""
+    doc = ast.get_docstring(tree(file(name))) or ""
     return "".join(re.findall(r"^Lesson: .*", doc, re.MULTILINE))
 
 
 @by_name
 def test_docstring_begins_with_a_sentence_and_names_a_lesson_that_exists(name):
-    doc = ast.get_docstring(tree(PACKAGE / f"{name}.py"))
+    doc = ast.get_docstring(tree(file(name)))
     assert doc and doc.split("\n\n")[0].rstrip().endswith((".", "?"))
     for lesson in re.findall(r"lessons\.(\w+)", lesson_line(name)):
         assert (ROOT / "lessons" / f"{lesson}.py").exists(), f"no lesson {lesson}"
@@ -124,10 +178,10 @@ def test_files_are_short_and_narrow(path):
         assert len(lines) <= longest, f"{len(lines)} lines are two ideas: split the file"
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if n not in PRINTS])
+@pytest.mark.parametrize("name", [n for n in MODULES if n not in PRINTS and group(n) != "bench"])
 def test_libraries_do_not_print(name):
     """To say something on stderr, as a report of a hang must, is allowed."""
-    calls = [node for node in ast.walk(tree(PACKAGE / f"{name}.py")) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(tree(file(name))) if isinstance(node, ast.Call)]
     said = [c.lineno for c in calls if getattr(c.func, "id", "") == "print"
             and "file" not in {k.arg for k in c.keywords}]
     assert not said, f"minidist/{name}.py prints in lines {said}"

@@ -8,11 +8,13 @@ import pytest
 
 from lessons import kit, script, substitute, tables
 from lessons.__main__ import ORDER, existing
-from minidist import BadInput, cost, layouts, ring
-from minidist.comm import run_threads
+from minidist import BadInput, cost
+from minidist.collectives import layouts, ring
+from minidist.ranks.comm import run_threads
 from tests.mpi import execute, need_mpi
 
-RING = "from minidist.ring import cut\nfrom minidist.cost import chunks\nimport numpy as np\n"
+RING = ("from minidist.collectives.ring import cut\nfrom minidist.cost import chunks\n"
+        "import numpy as np\n")
 GOOD = """
 def reduce_scatter(chunks, comm, op=np.add):
     incoming = comm.scratch(max(chunk.size for chunk in chunks), chunks[0].dtype)
@@ -179,7 +181,7 @@ def test_predict_reads_a_terminal(monkeypatch):
 # ---- putting functions in place of others
 
 def test_patched_reaches_names_tables_and_defaults_and_restores_them():
-    namespace = sys.modules["minidist.ring"].__dict__
+    namespace = sys.modules["minidist.collectives.ring"].__dict__
     old = ring.all_gather
 
     def default(f=old):

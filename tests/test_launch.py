@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from minidist import environment, launch
+from minidist.ranks import environment, launch
 from tests import mpi
 
 LIMIT = 1                       # MINIDIST_TIMEOUT

@@ -2,11 +2,12 @@
 import numpy as np
 import pytest
 
-from minidist import attention, cost, ledger, optim
-from minidist.data import Batch, random_batch
-from minidist.functional import IGNORE
-from minidist.gpt import GPT, preset
-from minidist.tensor import Tensor, exp, graph_bytes, sum as total
+from minidist import cost, ledger
+from minidist.engine import attention, optim
+from minidist.engine.data import Batch, random_batch
+from minidist.engine.functional import IGNORE
+from minidist.engine.gpt import GPT, preset
+from minidist.engine.tensor import Tensor, exp, graph_bytes, sum as total
 
 LAYOUTS = [dict(), dict(kv_heads=4), dict(tied=False), dict(dropout=0.1), dict(context=100),
            dict(context=160, kv_heads=2, dropout=0.2), dict(layers=1, heads=1)]

@@ -10,7 +10,7 @@ import pytest
 
 from lessons import exercises, kit, script, tables
 from lessons.__main__ import existing
-from minidist import launch
+from minidist.ranks import launch
 from tests.mpi import execute, need_mpi
 
 NAMES = [name for name, _, _ in existing()]

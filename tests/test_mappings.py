@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 
 from minidist import mappings
-from minidist.comm import run_threads
-from minidist.tensor import Tensor
+from minidist.engine.tensor import Tensor
+from minidist.ranks.comm import run_threads
 
 UNEVEN = [3, 1, 0, 2]                                   # lengths of the pieces, by rank
 

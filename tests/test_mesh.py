@@ -8,8 +8,8 @@ import pytest
 
 from minidist import BadInput, mesh
 from minidist.collectives import all_reduce, broadcast
-from minidist.comm import run_threads, solo
 from minidist.mesh import DeviceMesh
+from minidist.ranks.comm import run_threads, solo
 from tests import mpi
 
 SHAPES = [dict(dp=2, tp=2), dict(pp=2, dp=2, tp=2), dict(dp=3, tp=2), dict(dp=2, pp=1, cp=2, tp=3),

@@ -4,10 +4,10 @@ import math
 import numpy as np
 import pytest
 
-from minidist import functional as F
-from minidist.data import Batch
-from minidist.nn import Dropout, Embedding, LayerNorm, Linear, Module, Parameter, init
-from minidist.tensor import Tensor
+from minidist.engine import functional as F
+from minidist.engine.data import Batch
+from minidist.engine.nn import Dropout, Embedding, LayerNorm, Linear, Module, Parameter, init
+from minidist.engine.tensor import Tensor
 from tests.models import tiny
 
 

@@ -5,9 +5,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from minidist import optim
-from minidist.nn import Parameter
-from minidist.optim import SGD, AdamW, clip_grad_norm, clip_scale, warmup_cosine
+from minidist.engine import optim
+from minidist.engine.nn import Parameter
+from minidist.engine.optim import SGD, AdamW, clip_grad_norm, clip_scale, warmup_cosine
 
 SHAPES = [(5, 7), (7,), (3, 2, 4), (1,)]
 

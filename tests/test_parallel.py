@@ -6,16 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from minidist import BadInput, launch, parallel, train
-from minidist.comm import run_threads
+from minidist import BadInput, parallel, train
 from minidist.dp import DistributedDataParallel
-from minidist.gpt import GPT
+from minidist.engine.gpt import GPT
+from minidist.ranks import launch
+from minidist.ranks.comm import run_threads
 from tests.models import tiny
 from tests.mpi import execute, need_mpi
 
 RUN = ["--preset", "lesson", "--steps", "3", "--batch", "4", "--sample", "0", "--no-figure"]
 BROKEN = """
-from minidist import dp, launch, train
+from minidist import dp, train
+from minidist.ranks import launch
 dp.all_reduce = lambda x, comm, out: x
 launch.run(train.main)
 """

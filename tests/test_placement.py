@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from minidist import placement
-from minidist.comm import run_threads
+from minidist.engine.nn import Parameter
 from minidist.mesh import DeviceMesh
-from minidist.nn import Parameter
 from minidist.placement import Flat, Held, Shard, cut, finalize, grad_norm, join
+from minidist.ranks.comm import run_threads
 
 PARTS = {1: [[2, 0, 1, 3, 4]], 2: [[1, 3, 4], [0, 2]], 3: [[4], [], [0, 1, 2, 3]],
          4: [[0], [3, 1], [2], [4]]}

@@ -4,9 +4,9 @@ from functools import reduce
 import numpy as np
 import pytest
 
-from minidist import ring
-from minidist.comm import run_threads
+from minidist.collectives import ring
 from minidist.cost import chunks
+from minidist.ranks.comm import run_threads
 
 RANKS = 1, 2, 3, 4, 5, 8
 LENGTHS = 0, 1, 3, 5, 12, 1000

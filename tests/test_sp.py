@@ -2,14 +2,15 @@
 import numpy as np
 import pytest
 
-from minidist import BadInput, attention, collectives, cost, dp, ledger, sp, tp, verify
-from minidist.buffers import PAGE
+from minidist import BadInput, collectives, cost, dp, ledger, sp, tp, verify
 from minidist.collectives import chosen
-from minidist.comm import run_threads
-from minidist.data import random_batch
+from minidist.engine import attention
+from minidist.engine.data import random_batch
+from minidist.engine.tensor import Tensor, graph_bytes
 from minidist.mesh import DeviceMesh
 from minidist.placement import finalize
-from minidist.tensor import Tensor, graph_bytes
+from minidist.ranks.buffers import PAGE
+from minidist.ranks.comm import run_threads
 from tests.layout import OPTIMIZERS, check_layout
 from tests.models import perturb, tiny
 from tests.mpi import mpi

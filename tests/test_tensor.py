@@ -8,8 +8,8 @@ import weakref
 import numpy as np
 import pytest
 
-from minidist import tensor as T
-from minidist.tensor import Part, Tensor, graph_bytes, no_grad
+from minidist.engine import tensor as T
+from minidist.engine.tensor import Part, Tensor, graph_bytes, no_grad
 from tests.gradcheck import check_op, check_torch, torch
 
 needs_torch = pytest.mark.skipif(torch is None, reason="PyTorch, the reference, is not installed")
@@ -545,7 +545,7 @@ def test_results_nobody_needs_die_at_once():
 
 def test_the_engine_needs_no_mpi():
     code = ("import sys; sys.modules['mpi4py'] = None\n"
-            "import minidist.tensor, minidist.functional\n"
+            "import minidist.engine.tensor, minidist.engine.functional\n"
             "import os; print(os.environ['OPENBLAS_NUM_THREADS'])")
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True,
                           timeout=60)

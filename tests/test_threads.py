@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from minidist import comm as comms
+from minidist.ranks import comm as comms
 
 
 def ring_sum(comm, n):

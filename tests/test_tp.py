@@ -4,14 +4,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from minidist import BadInput, cost, dp, functional, mappings, nn, sp, tp, verify
+from minidist import BadInput, cost, dp, mappings, sp, tp, verify
 from minidist.collectives import chosen
-from minidist.comm import run_threads
-from minidist.data import random_batch
-from minidist.functional import IGNORE
+from minidist.engine import functional, nn
+from minidist.engine.data import random_batch
+from minidist.engine.functional import IGNORE
+from minidist.engine.tensor import Tensor
 from minidist.mesh import DeviceMesh
 from minidist.placement import join
-from minidist.tensor import Tensor
+from minidist.ranks.comm import run_threads
 from tests.layout import OPTIMIZERS, check_layout
 from tests.models import perturb, tiny
 from tests.mpi import mpi

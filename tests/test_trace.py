@@ -7,9 +7,9 @@ import pytest
 
 from minidist import dp, trace
 from minidist.collectives import all_reduce
-from minidist.comm import run_threads
-from minidist.data import random_batch
+from minidist.engine.data import random_batch
 from minidist.mesh import DeviceMesh
+from minidist.ranks.comm import run_threads
 from minidist.trace import Span
 from tests.models import tiny
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from minidist import BadInput, train
-from minidist.data import Batch, random_batch
-from minidist.functional import IGNORE
-from minidist.nn import Module, Parameter
-from minidist.optim import SGD, AdamW
+from minidist.engine.data import Batch, random_batch
+from minidist.engine.functional import IGNORE
+from minidist.engine.nn import Module, Parameter
+from minidist.engine.optim import SGD, AdamW
+from minidist.engine.tensor import Tensor
 from minidist.step import train_step
-from minidist.tensor import Tensor
 from tests.models import perturb, tiny
 
 

@@ -2,8 +2,8 @@
 import numpy as np
 import pytest
 
-from minidist import double_tree, tree
-from minidist.comm import run_threads
+from minidist.collectives import double_tree, tree
+from minidist.ranks.comm import run_threads
 
 UP_TO_64 = range(1, 65)
 

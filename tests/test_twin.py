@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 
-from minidist import tape, tensor
-from minidist.data import random_batch
-from minidist.optim import SGD, AdamW
+from minidist.engine import tape, tensor
+from minidist.engine.data import random_batch
+from minidist.engine.optim import SGD, AdamW
 from tests.gradcheck import relative
 from tests.models import perturb, tiny
 

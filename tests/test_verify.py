@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from minidist import dp, step, verify
-from minidist.comm import run_threads
-from minidist.data import random_batch
+from minidist.engine.data import random_batch
+from minidist.engine.optim import SGD, AdamW
 from minidist.mesh import DeviceMesh
-from minidist.optim import SGD, AdamW
+from minidist.ranks.comm import run_threads
 from minidist.verify import compare, difference
 from tests.layout import check_layout, layout
 from tests.models import TINY, perturb, tiny

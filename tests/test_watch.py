@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from minidist import report, watch
+from minidist.ranks import report, watch
 
 
 def row(rank, kind="", **fields):
@@ -124,7 +124,7 @@ def test_details_of_any_kind_can_be_written(table):
 
 def test_one_of_many_processes_may_speak(table):
     path = table.file.name
-    code = f"from minidist import watch; print(int(watch.Table({path!r}).claim()))"
+    code = f"from minidist.ranks import watch; print(int(watch.Table({path!r}).claim()))"
     others = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
               for _ in range(4)]
     assert sorted(other.communicate()[0].strip() for other in others) == ["0", "0", "0", "1"]

@@ -1,11 +1,11 @@
-"""The GPT of minidist/gpt.py in PyTorch: same names, same weights, PyTorch's own operations.
+"""The GPT of minidist/engine/gpt.py in PyTorch: same names, same weights, PyTorch's own operations.
 
 The reference of tests/test_twin.py and the opponent in `python -m minidist.bench engine`.
 """
 import torch
 from torch.nn import functional as F
 
-from minidist.functional import IGNORE
+from minidist.engine.functional import IGNORE
 
 
 class Twin:

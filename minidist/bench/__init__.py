@@ -1,0 +1,1 @@
+"""Measurements, each beside a reference: python -m minidist.bench."""

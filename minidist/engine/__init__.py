@@ -1,0 +1,1 @@
+"""One process: tensors that remember, the modules, the plain GPT, optimizers, data."""

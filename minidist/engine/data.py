@@ -1,0 +1,140 @@
+"""Text to batches: the characters of a text, cut into windows of one context each.
+
+    "to be or not"   tokens   t o _ b e _ o r        a target is the character that follows;
+                     targets  o _ b e _ o r _        IGNORE marks one that does not count
+
+A batch is a function of (seed, step) alone: every rank makes the same one and takes its piece, and
+a run that starts at step 100 sees what a run from 0 would have seen.
+
+Lesson: python -m lessons.step
+"""
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from minidist import BadInput
+from minidist.engine.functional import IGNORE
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Hold tokens and where they stand in the global batch, whatever piece of it this is.
+
+    positions serve attention; stream holds the positions of the residual stream (they differ only
+    where the stream is cut and attention is not). step keys the dropout masks; None drops nothing.
+    """
+    tokens: np.ndarray                      # [B, T] ids
+    targets: np.ndarray | None              # [B, T] ids or IGNORE; None: no loss is asked for
+    rows: np.ndarray                        # [B] which rows of the global batch
+    positions: np.ndarray                   # [T] which places of the sequence
+    stream: np.ndarray                      # [t]
+    step: int | None
+
+    @classmethod
+    def of(cls, tokens, targets=None, step=None):
+        """Make a whole batch: all its rows, all its positions."""
+        rows, length = tokens.shape
+        return cls(tokens, targets, np.arange(rows), np.arange(length), np.arange(length), step)
+
+    def take_rows(self, i):
+        """Keep rows i."""
+        targets = None if self.targets is None else self.targets[i]
+        return replace(self, tokens=self.tokens[i], targets=targets, rows=self.rows[i])
+
+    def take_tokens(self, i):
+        """Keep the tokens at places i of every row."""
+        targets = None if self.targets is None else self.targets[:, i]
+        return replace(self, tokens=self.tokens[:, i], targets=targets,
+                       positions=self.positions[i], stream=self.positions[i])
+
+    def take_stream(self, i):
+        """Keep places i of the residual stream, and all tokens."""
+        return replace(self, stream=self.stream[i])
+
+    def split(self, parts):
+        """Cut into micro-batches by rows; with more parts than rows, some are empty."""
+        return [self.take_rows(i) for i in np.array_split(np.arange(len(self.rows)), parts)]
+
+    @property
+    def count(self):
+        """Number of targets that count."""
+        return int(np.count_nonzero(self.targets != IGNORE))
+
+
+class Corpus:
+    """A text as numbers, one per character; the end of every tenth of it is kept for validation."""
+
+    def __init__(self, text, context):
+        window = context + 1                                   # one more: the last target
+        if len(text) < 2 * window:
+            raise BadInput(f"the text has {len(text)} characters; with a context of {context} it "
+                           f"needs at least {2 * window}: {window} to train on and as many to "
+                           f"validate")
+        self.context = context
+        self.characters = sorted(set(text))
+        self.ids = {c: i for i, c in enumerate(self.characters)}
+        self.tokens = np.array(self.encode(text))
+        held = np.concatenate([[0], np.cumsum(held_out(len(text), window))])
+        held = held[window:] - held[:-window]                  # in the window that starts here
+        self.starts = {"train": np.flatnonzero(held == 0), "val": np.flatnonzero(held == window)}
+
+    @property
+    def vocab(self):
+        return len(self.characters)
+
+    def encode(self, text):
+        """Turn characters into ids."""
+        return [self.ids[c] for c in text]
+
+    def decode(self, tokens):
+        """Turn ids into characters."""
+        return "".join(self.characters[t] for t in tokens)
+
+    def batch(self, size, seed, step, split="train"):
+        """Draw `size` windows from (seed, step).  A validation batch has no step: no dropout."""
+        starts = np.random.default_rng([seed, step]).choice(self.starts[split], size)
+        windows = self.tokens[starts[:, None] + np.arange(self.context + 1)]
+        return Batch.of(windows[:, :-1], windows[:, 1:], step if split == "train" else None)
+
+
+def held_out(length, window):
+    """Mark what is kept for validation: the last tenth of each of ten parts, or of one if short.
+
+    Not simply the end of the text, which may be easier than the rest, or harder.
+    """
+    mark = np.zeros(length, bool)
+    for part in np.array_split(mark, min(10, max(1, length // (20 * window)))):
+        part[-max(len(part) // 10, window):] = True
+    return mark
+
+
+def default_text():
+    """Read the text that every CPython carries: its own language reference, 465,000 characters."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise BadInput("this Python carries no pydoc_data; name a text of your own with "
+                       "--text FILE") from None
+    return "\n\n".join(topics.values())
+
+
+def read_text(path):
+    """Read a text file, which must be UTF-8."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not UTF-8 text: byte {error.start} is "
+                       f"0x{error.object[error.start]:02x}; convert it to UTF-8 first") from None
+
+
+def random_batch(vocab, context, rows, seed, step, ragged=True):
+    """Draw random tokens; ragged: with targets to ignore, a different number in each row."""
+    rng = np.random.default_rng([seed, step])
+    tokens, targets = rng.integers(0, vocab, (2, rows, context))
+    if ragged:
+        share = np.linspace(0.1, 0.6, rows)[:, None]
+        targets[rng.random((rows, context)) < share] = IGNORE
+    return Batch.of(tokens, targets, step)

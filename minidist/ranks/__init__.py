@@ -1,0 +1,1 @@
+"""How ranks talk, start and fail: one Comm over MPI processes and over threads."""

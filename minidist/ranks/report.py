@@ -1,0 +1,229 @@
+"""Who waits for whom: the report of a hang, made of one row per thread of every rank.
+
+    rank 0 waits 2.1 s for a message from rank 1     recv, 8 bytes            lesson.py:12 in step
+    rank 1 waits 2.1 s for a message from rank 0     recv, 8 bytes            lesson.py:12 in step
+    cause: a cycle of receives, 0 <- 1 <- 0: each waits for the next, and nobody sends
+
+Rows come from the status file (ranks are processes), or straight from ranks that are threads.
+"""
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+LIBRARY = os.path.dirname(os.path.abspath(threading.__file__)) + os.sep
+
+
+class Status:
+    """What one thread of a rank does: `now` is (comm, kind, to, source, nbytes), or None.
+
+    The hot path writes `now` and nothing else; everything below is worked out when somebody asks.
+    """
+
+    def __init__(self, thread_id, name="main"):
+        self.now, self.thread_id, self.name = None, thread_id, name
+        self.idle, self.end, self.origin = False, "", ""
+
+
+@dataclass
+class Row:
+    """One thread of one rank, as the report shows it.  Ranks here are ranks of the world"""
+    rank: int
+    thread: str = "main"
+    pid: int = 0
+    beat: float = 0.0              # the moment of writing: old rows belong to ranks that are stuck
+    age: float = 0.0               # seconds of waiting
+    kind: str = ""                 # the call it waits in; empty: it computes
+    op: str = ""                   # the collective around it
+    number: int = 0                # the how-manieth collective of the group
+    detail: str = ""
+    group: str = ""
+    members: tuple = ()
+    to: int | None = None
+    source: int | None = None
+    nbytes: int = 0
+    line: str = ""
+    idle: bool = False             # a stream with nothing to do
+    end: str = ""                  # "has left ...", "raised ...": this thread does nothing more
+
+    @property
+    def waits(self):
+        return bool(self.kind) and not self.end
+
+    @property
+    def silence(self):
+        """Seconds since this was written, if that is long; the watchdog writes every 0.25 s."""
+        age = time.monotonic() - self.beat
+        return age if age > 3 else 0
+
+    def peers(self):
+        """The ranks that could let this one go on."""
+        return [r for r in (self.source, self.to) if r is not None]
+
+
+def row(rank, status, age=0.0):
+    """Work out the row of a status, at this moment."""
+    line = line_of(status.thread_id) if not status.end else ""
+    if status.origin:
+        line = status.origin                           # a stream: where its work was submitted
+    made = Row(rank, status.name, os.getpid(), time.monotonic(), age, line=line, idle=status.idle,
+               end=status.end)
+    now = status.now
+    if now is not None:
+        comm, made.kind, to, source, made.nbytes = now
+        made.group, made.members = comm.name, tuple(comm.ranks)
+        made.op, made.number, detail = comm.current()
+        made.detail = "" if detail is None else str(detail)[:100]
+        made.to = None if to is None else comm.ranks[to]
+        made.source = None if source is None else comm.ranks[source]
+    return made
+
+
+def line_of(thread_id):
+    """The innermost line of a thread in the reader's own code."""
+    frame = sys._current_frames().get(thread_id)
+    return user_line(frame) if frame else ""
+
+
+def user_line(frame):
+    """The innermost line at or above a frame that is neither minidist's nor Python's."""
+    while frame.f_back and not_the_readers(frame.f_code.co_filename):
+        frame = frame.f_back
+    path, here = frame.f_code.co_filename, os.getcwd() + os.sep
+    path = path[len(here):] if path.startswith(here) else os.path.basename(path)
+    return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def not_the_readers(path):
+    return path.startswith((HERE, "<frozen")) or (
+        path.startswith(LIBRARY) and not path.startswith(os.path.dirname(HERE[:-1])))
+
+
+# -- the text -----------------------------------------------------------------------------------
+
+def explain(headline, rows):
+    """The report: headline, one line per thread, and the cause where it can be told."""
+    shown = [r for r in rows if not r.idle]
+    lines = [headline, *map(describe, shown)]
+    why = cause(rows)
+    return "\n".join(lines + (["  cause: " + why] if why else []))
+
+
+def describe(row):
+    """One line of the report."""
+    name = f"  rank {row.rank}" + ("" if row.thread == "main" else f" ({row.thread})")
+    if row.end:
+        return f"{name} {row.end}"
+    silent = f"  [no sign of life for {row.silence:.0f} s]" if row.silence else ""
+    if not row.waits:
+        return f"{name} computes  at {row.line}{silent}"
+    age = f" {row.age:.1f} s" if row.age else ""
+    return f"{name} waits{age} {awaited(row)}  {call(row)}  at {row.line}{silent}"
+
+
+def awaited(row):
+    """Whom a row waits for, in words."""
+    if row.kind in ("send", "isend"):
+        return f"for rank {row.to} to receive"
+    if row.source is None:
+        return "for " + ("its background stream" if row.kind == "work" else f"rank {row.to}"
+                         if row.to is not None else "every rank of its group")
+    also = row.to is not None and row.to != row.source
+    return f"for a message from rank {row.source}" + (f" (and rank {row.to} to receive)" * also)
+
+
+def call(row):
+    """The call a row waits in, in words."""
+    words = row.kind
+    if row.op:
+        words += f" in {operation(row)}" + (f" {row.detail}" if row.detail else "")
+    size = f", {row.nbytes} bytes" if row.peers() else ""
+    return f"{words}{size}, group {row.group}"
+
+
+def operation(row):
+    return f"{row.op} #{row.number}" if row.number else row.op
+
+
+# -- the cause ----------------------------------------------------------------------------------
+
+def cause(rows):
+    """Name what stopped the ranks, or return "" where it cannot be told."""
+    waits = [(row, other) for row in rows if row.waits for other in awaited_rows(row, rows)]
+    for find in somebody_ended, different_collectives, somebody_computes, cycle:
+        why = find(waits)
+        if why:
+            return why
+    return ""
+
+
+def awaited_rows(row, rows):
+    """The rows that could let this one go on: the same thread of the ranks it waits for."""
+    if row.kind == "work":
+        return [r for r in rows if r.rank == row.rank and r.thread != row.thread and not r.idle]
+    peers = row.peers() or [r for r in row.members if r != row.rank]
+    found = [r for p in peers for r in rows if r.rank == p and r.thread == row.thread]
+    return [r for r in found if row.peers() or (r.kind, r.op, r.number) !=
+            (row.kind, row.op, row.number)]                # all wait in the same split, or exchange
+
+
+def somebody_ended(waits):
+    for row, other in waits:
+        if other.end:
+            return f"rank {row.rank} waits for rank {other.rank}, which {other.end}"
+    return ""
+
+
+def different_collectives(waits):
+    """Two ranks of one group whose n-th collective is not the same."""
+    for a, b in waits:
+        if a.number and a.number == b.number and a.members == b.members and a.op != b.op:
+            return mismatch(a, b)
+    return ""
+
+
+def mismatch(a, b):
+    return (f"rank {a.rank} is in {call(a)} ({a.line}), but rank {b.rank} is in {call(b)} "
+            f"({b.line}): all ranks of a group must make the same calls in the same order")
+
+
+def somebody_computes(waits):
+    for row, other in waits:
+        if not other.waits:
+            what = ("has nothing to do there" if other.idle else "has given no sign of life for "
+                    f"{other.silence:.0f} s" if other.silence else f"computes at {other.line}")
+            return f"rank {row.rank} waits for rank {other.rank}, which {what}"
+    return ""
+
+
+def cycle(waits):
+    """Follow who waits for whom until a row comes up again."""
+    after = {}
+    for row, other in waits:
+        after.setdefault(id(row), (row, other))
+    for start, _ in waits:
+        path = []
+        while id(start) in after and start not in path:
+            path.append(start)
+            start = after[id(start)][1]
+        if start in path:
+            return cycle_text(path[path.index(start):])
+    return ""
+
+
+def cycle_text(ring):
+    """Say what kind of cycle it is."""
+    path = " -> ".join(f"rank {r.rank}" for r in [*ring, ring[0]])
+    kinds = {r.kind for r in ring}
+    if kinds <= {"send", "isend"}:
+        return (f"all send first, in a cycle ({path}), and nobody receives. This hangs only for "
+                "large messages, since MPI buffers small ones: use sendrecv or shift")
+    if kinds <= {"recv", "irecv"} and len({(r.op, r.number) for r in ring}) == 1:
+        return f"a cycle of receives ({path}): each waits for the next, and nobody sends"
+    for a, b in zip(ring, [*ring[1:], ring[0]]):
+        if any(r.kind == "split" for r in ring) or (a.op, a.number, a.group) != (
+                b.op, b.number, b.group):
+            return mismatch(a, b)
+    return f"a cycle ({path}): each waits for the next"

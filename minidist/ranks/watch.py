@@ -1,0 +1,171 @@
+"""The watchdog: every rank writes down what it does, and a wait that lasts too long is reported.
+
+         rank 0        rank 1        rank 2            each process: the program, and a thread
+           |             |             |               that writes its row four times a second
+    +------v------+------v------+------v------+
+    | row 0       | row 1       | row 2       |        a small file in memory, one per machine
+    +-------------+-------------+-------------+
+
+Whoever sees its own wait pass MINIDIST_TIMEOUT (60 seconds; 0 turns it off) claims the right to
+speak, reads all rows, prints who waits for whom, and ends the job. The rows outlive their writers:
+the launcher can tell what everyone was doing when one was killed.
+"""
+import fcntl
+import json
+import mmap
+import os
+import tempfile
+import threading
+import time
+
+from minidist.ranks import report
+
+HALF = 4096
+ROW = 2 * HALF
+TIMED_OUT = 70                                    # the job's exit status after a report
+DIED = "died without a word (killed, crashed, or os._exit)"
+
+
+def create(size):
+    """Make an empty table for `size` ranks -> its path"""
+    file, path = tempfile.mkstemp(prefix="minidist-")
+    os.ftruncate(file, ROW * (1 + size))
+    os.close(file)
+    return path
+
+
+class Table:
+    """The rows of all ranks of one machine, in a file that its processes share.
+
+    A row has two halves, written in turn: a reader always finds one that is whole.
+    """
+
+    def __init__(self, path):
+        self.file = open(path, "r+b")                                      # noqa: SIM115
+        self.map = mmap.mmap(self.file.fileno(), 0)
+        self.size, self.turn = len(self.map) // ROW - 1, 0
+
+    def write(self, rank, rows):
+        """Replace a rank's row: one entry per thread."""
+        text = json.dumps([vars(row) for row in rows], default=str).encode()
+        self.turn = 1 - self.turn
+        start = ROW * (1 + rank) + HALF * self.turn
+        if len(text) <= HALF:                     # else an older one stays, which shows its age
+            self.map[start:start + HALF] = text.ljust(HALF)
+
+    def read(self):
+        """The rows of all ranks that have ever written one, in rank order."""
+        return [row for rank in range(self.size) for row in self.entries(rank)]
+
+    def entries(self, rank):
+        """One rank's newest whole row: its threads."""
+        found = []
+        for start in (ROW * (1 + rank), ROW * (1 + rank) + HALF):
+            text = self.map[start:start + HALF].strip(b" \0")
+            try:
+                found.append([report.Row(**entry) for entry in json.loads(text or "[]")])
+            except ValueError:                    # being written at this moment
+                pass
+        return max(found, key=lambda rows: rows[0].beat if rows else 0, default=[])
+
+    def story(self, headline):
+        """The report of what all ranks do now, or did when they died."""
+        rows = self.read()
+        for row in rows:
+            if not row.end and not alive(row.pid):
+                row.end = DIED
+        absent = sorted(set(range(self.size)) - {row.rank for row in rows})
+        if absent:
+            headline += f"\n  rank {', '.join(map(str, absent))}: not on this machine"
+        return report.explain(headline, rows)
+
+    def claim(self):
+        """Ask for the right to report: True for exactly one caller on this machine."""
+        fcntl.lockf(self.file, fcntl.LOCK_EX)
+        try:
+            first = not self.claimed()
+            self.map[0] = 1
+            return first
+        finally:
+            fcntl.lockf(self.file, fcntl.LOCK_UN)
+
+    def claimed(self):
+        return self.map[0] == 1
+
+
+class Watchdog:
+    """Writes one rank's row again and again, and barks when a wait has lasted too long."""
+
+    def __init__(self, table, rank, statuses, abort, patience=0.0):
+        self.table, self.rank, self.statuses, self.abort = table, rank, statuses, abort
+        self.timeout = float(os.environ.get("MINIDIST_TIMEOUT") or 60)
+        self.patience = patience                  # on several machines, the later ones wait longer
+        self.tick = min(0.25, self.timeout / 8) if self.timeout else 0.25
+        self.seen, self.lock = {}, threading.Lock()
+        self.write()
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self):
+        while True:
+            time.sleep(self.tick)
+            age = max(row.age for row in self.write())
+            if self.timeout and age > self.timeout + self.patience and self.table.claim():
+                self.bark(age)
+
+    def write(self):
+        """Put this rank's threads into the table -> their rows"""
+        with self.lock:
+            rows = [report.row(self.rank, s, self.age(s)) for s in self.statuses]
+            self.table.write(self.rank, rows)
+            return rows
+
+    def age(self, status):
+        """Seconds since this thread was first seen in the wait that it is in now."""
+        now, clock = status.now, time.monotonic()
+        before, since = self.seen.get(status, (None, clock))
+        if now is not before:                     # a new tuple for every message: compare identity
+            since = clock
+        self.seen[status] = now, since
+        return 0.0 if now is None else clock - since
+
+    def bark(self, age):
+        """Report and end the job.  Exactly one rank of a machine comes here"""
+        time.sleep(2 * self.tick)                 # let the others write what they do now
+        last_words(self.table.story(
+            f"minidist: rank {self.rank} has waited {age:.1f} s, longer than "
+            f"MINIDIST_TIMEOUT={self.timeout:g}; the job ends"))
+        self.abort(TIMED_OUT)
+
+def alive(pid):
+    """Does this process still run?  One that has ended may wait to be collected: state Z"""
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except ProcessLookupError:
+        return False
+    except OSError:                               # a system without /proc
+        return True
+
+
+def say(text):
+    """Write to stderr in one piece, from any thread."""
+    data = (text + "\n").encode()
+    while data:
+        data = data[os.write(2, data):]
+
+
+def last_words(text):
+    """Say something just before the job is ended: the launcher needs a moment to pass it on."""
+    say(text)
+    time.sleep(0.3)
+
+
+def say_past_launcher(text):
+    """Write to the stderr of Open MPI's mpirun, which passes on nothing more once it is stopped."""
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        try:
+            with open(f"/proc/{os.getppid()}/fd/2", "a") as theirs:
+                theirs.write(text + "\n")
+        except OSError:
+            pass
