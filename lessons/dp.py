@@ -209,8 +209,7 @@ def price(lesson, mesh):
         model = ddp(model_of(), mesh)
     price, once = predicted(model, mesh), traffic(lesson, model, 1)
     params = model.parameters()
-    begin = sum(cost.broadcast(chosen("broadcast", q.data.nbytes, p), p, q.size, 8, rank).bytes
-                for q in params)
+    begin = sum(cost.Group(p, rank, chosen).broadcast(q.size, 8).bytes for q in params)
     lesson.ledger(
         ("all_reduces per step", "one per bucket", len(model.buckets), once.calls),
         ("messages per step", "by size and algorithm", price.messages, once.messages),
@@ -290,9 +289,8 @@ def batch_at(step, rows=ROWS):
 
 
 def predicted(model, mesh):
-    p = mesh.sizes["dp"]
-    return cost.ddp([b.flat.size for b in model.buckets], p, 8, mesh.coords["dp"],
-                    partial(chosen, "all_reduce", p=p))
+    group = cost.Group(mesh.sizes["dp"], mesh.coords["dp"], chosen)
+    return cost.ddp([b.flat.size for b in model.buckets], group, 8)
 
 
 def traffic(lesson, model, microbatches):

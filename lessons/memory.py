@@ -8,6 +8,7 @@
 """
 import tracemalloc
 import zlib
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -24,8 +25,8 @@ VOCAB, ROWS = 29, 12                                  # 12 rows: shared by 1, 2,
 BYTES = {"fp16": np.float16, "fp32": np.float32}      # bf16 is as large as fp16
 RECIPES = [("float32", "fp32", "fp32", 0), ("mixed, fp16 gradients", "fp16", "fp16", 1),
            ("mixed, bf16 with fp32 gradients", "fp16", "fp32", 1)]
-GPT3 = dict(D=12288, L=96, T=2048, V=50257, H=96)     # Brown et al. 2020
-ONE_B = dict(D=2048, L=20, T=2048, V=2048, H=16)      # 12 L D^2 = 1.0e9
+GPT3 = replace(cost.GPT3, B=1)                        # one sequence
+ONE_B = cost.Sizes(D=2048, L=20, T=2048, V=2048, H=16)        # 12 L D^2 = 1.0e9
 GPU = 80e9                                            # an H100
 
 
@@ -76,7 +77,7 @@ def main(lesson):
 def prove(lesson):
     """Ledger against cost and allocator; rows double A only; copies against shares."""
     c, (model, optimizer) = preset("lesson", VOCAB), setting()
-    P = 4 * cost.gpt_parameters(c.width, c.layers, c.context, VOCAB, c.heads)
+    P = 4 * cost.gpt_parameters(cost.Sizes.of(c))
     small, held = (held_after(model, optimizer, rows) for rows in (ROWS // 2, ROWS))
     lesson.ledger(("P, whatever the batch", "4 n", P, held.parameters),
                   ("G, whatever the batch", "P", P, held.gradients),
@@ -154,17 +155,17 @@ def recipes(lesson, n=10 ** 6):
 
 def article(lesson, per_parameter):
     """The four classes of 1B parameters and of GPT-3, beside what the article says."""
-    big = cost.gpt_parameters(**GPT3)
-    kept = [c["L"] * cost.textbook_activations(1, c["T"], c["D"], c["H"]) for c in (ONE_B, GPT3)]
+    big = cost.gpt_parameters(GPT3)
+    kept = [c.L * cost.textbook_activations(c) for c in (ONE_B, GPT3)]
     model_states, gpus = per_parameter * 175e9, per_parameter * 175e9 / GPU
     sums = [f"{per_parameter + A:.0f} GB" for A in (4, 8)]
     lesson.table(["", "the article", "counted"], [
         ("1B: P + G + O", "2 + 2 + 12 GB", kit.size(per_parameter * 1e9)),
-        ("1B: A", "4 to 8 GB", f"{kit.size(kept[0])} per sequence of {ONE_B['T']} tokens"),
+        ("1B: A", "4 to 8 GB", f"{kit.size(kept[0])} per sequence of {ONE_B.T} tokens"),
         ("1B: all", "16 to 20 GB", " to ".join(sums) + ", by its own A"),
         ("GPT-3: parameters", "175B", f"{big / 1e9:.1f}B"),
         ("GPT-3: P + G + O", "about 3 TB", kit.size(model_states)),
-        ("GPT-3: A", "", f"{kit.size(kept[1])} per sequence of {GPT3['T']} tokens")])
+        ("GPT-3: A", "", f"{kit.size(kept[1])} per sequence of {GPT3.T} tokens")])
     lesson.say(f"""
         16 GB is the sum *before* activations: the article left them out of its total. A is
         34 s b h + 5 a s^2 b bytes per layer: one sequence costs {kept[1] / 350e9:.1f} of what the
@@ -235,9 +236,7 @@ def held_after(model, optimizer, rows):
 
 
 def activations(rows):
-    c = preset("lesson", VOCAB)
-    return cost.gpt_activations(rows, c.context, c.width, c.heads, c.layers, VOCAB,
-                                targets=rows * c.context, tile=attention.TILE)
+    return cost.gpt_activations(cost.Sizes.of(preset("lesson", VOCAB), B=rows, tile=attention.TILE))
 
 
 def on_a_rank(lesson):

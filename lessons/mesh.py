@@ -7,6 +7,7 @@
   run     mpirun -n 4 python -m lessons.mesh        or: python -m lessons.mesh -n 4
 """
 import time
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -26,7 +27,6 @@ VOCAB, ROWS, STEPS = 29, 48, 2
 NVLINK, NETWORK = 450e9, 50e9                         # bytes per second, each way: an H100's
 SLOWER = 5000                                         # than these, in software
 SWAPPED = ("tp", "cp", "dp", "pp")
-GPT3 = dict(D=12288, L=96, T=2048, H=96, sequences=1536)        # a step of 3.1M tokens
 LAYOUT = dict(tp=8, pp=8, dp=16)                      # 1024 GPUs, 8 on a node
 
 
@@ -164,13 +164,13 @@ def dp_bytes(comm):
     """What cost says of the gradients that a rank holds."""
     grid = mesh.DeviceMesh(comm, **SQUARE)
     held = [p.data.size for p in spread(plain(), grid).parameters()]
-    return cost.dp(held, 2, 8, grid.coords["dp"], partial(chosen, "all_reduce", p=2)).bytes
+    return cost.dp(held, cost.Group(2, grid.coords["dp"], chosen), 8).bytes
 
 
 def traffic(comm):
     """Ledger rows of both axes."""
-    c, counted = plain().config, dict(sent(comm))
-    tensor = cost.tp(ROWS // 2, c.context, c.width, c.layers, 2, 8, 0, chosen)
+    counted, sizes = dict(sent(comm)), cost.Sizes.of(plain().config, B=ROWS // 2, w=8)
+    tensor = cost.tp(sizes, cost.Group(2, 0, chosen))
     return [("tp: activations, 4 times per layer", "cost.tp", sum(way.bytes for way in tensor),
              counted["tp"]),
             ("dp: gradients, once", "cost.dp", dp_bytes(comm), counted["dp"])]
@@ -234,14 +234,13 @@ def launched(lesson):
 
 def big():
     """What one GPU of LAYOUT sends per step on each axis.  -> rows, tp / dp"""
-    c, (t, s, d) = SimpleNamespace(**GPT3), LAYOUT.values()
-    rows = c.sequences // d                             # sequences of one replica
-    tokens = rows * c.T
-    ways = cost.tp(rows, c.T, c.D, c.L // s, t, 2, 0, lambda *_: "ring")
-    gradients = cost.gpt_parameters(c.D, c.L, c.T, 50257, c.H) // (t * s)
+    t, s, d = LAYOUT.values()
+    replica = replace(cost.GPT3, B=cost.GPT3.B // d)
+    ways = cost.tp(replace(replica, L=replica.L // s), cost.Group(t))
+    gradients = cost.gpt_parameters(cost.GPT3) // (t * s)
     found = {"tp": ("4 times per layer, and nothing to hide behind", sum(w.bytes for w in ways)),
-             "pp": ("at two borders: activations, gradients", 2 * tokens * c.D * 2),
-             "dp": ("once, behind backward", cost.all_reduce("ring", d, gradients, 2, 0).bytes)}
+             "pp": ("at two borders: activations, gradients", 2 * replica.N * replica.D * 2),
+             "dp": ("once, behind backward", cost.Group(d).all_reduce(gradients, 2).bytes)}
     table = [[f"{axis}={LAYOUT[axis]}", when, kit.size(n),
               kit.duration(n / NVLINK), kit.duration(n / NETWORK)]
              for axis, (when, n) in found.items()]

@@ -145,8 +145,8 @@ def memory(lesson):
 
 def predicted(way, p):
     """What one block keeps, by formula, operation by operation."""
-    return cost.tp_block_activations(ROWS, CONTEXT, 48, 12, p if way else 1, w=8,
-                                     tile=attention.TILE, dropout=True,
+    sizes = cost.Sizes.of(plain().config, B=ROWS, w=8, tile=attention.TILE, dropout=True)
+    return cost.tp_block_activations(sizes, p if way else 1,
                                      sequence=way if way in ("keep", "again") else None)
 
 
@@ -205,7 +205,8 @@ def price(lesson):
             model(mine).backward()
         calls = {name: layer.by_label[name].calls if name in layer.by_label else 0
                  for name in ("all_gather", "reduce_scatter")}
-        predicted = cost.sp(ROWS, CONTEXT, c.width, c.layers, p, 8, rank, chosen, way == "keep")
+        predicted = cost.sp(cost.Sizes.of(model.config, B=ROWS, w=8),
+                            cost.Group(p, rank, chosen), way == "keep")
         name = "input kept" if way == "keep" else "gathered again"
         rows += [(f"all_gathers per layer, {name}", f"{gathers}", gathers, calls["all_gather"]),
                  (f"reduce_scatters per layer, {name}", "4", 4, calls["reduce_scatter"]),

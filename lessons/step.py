@@ -45,7 +45,7 @@ def main(lesson):
 
     lesson.part("What is kept, operation by operation")
     counted = [kept for name, kept in parts[1][1] if name not in (*VIEWS, "add")]
-    block = cost.block_activations(**sizes(model), w=8, tile=attention.TILE)
+    block = cost.block_activations(sizes(model))
     lesson.ledger(*((f"{row.operation}: {row.what}", row.formula, row.bytes, kept)
                     for row, kept in zip(block, counted)))
     lesson.say("""
@@ -66,7 +66,7 @@ def main(lesson):
                    mistakes={1: "momentum keeps one mean, of g; AdamW one of g squared as well"})
     step.train_step(model, batch, optimizer)                 # the first update makes its state
     events = ledger.over_step(model, batch, optimizer)
-    P = 8 * cost.gpt_parameters(c.width, c.layers, c.context, c.vocab, c.heads)
+    P = 8 * cost.gpt_parameters(sizes(model))
     A = activations(model, batch)
     peak = max((held for _, held in events), key=lambda held: held.activations)
     end = events[-1][1]
@@ -196,20 +196,19 @@ def listed(rows):
 
 
 def sizes(model):
-    return dict(B=ROWS, T=model.config.context, D=model.config.width, H=model.config.heads)
+    return cost.Sizes.of(model.config, B=ROWS, w=8, tile=attention.TILE)
 
 
 def activations(model, batch):
-    return cost.gpt_activations(**sizes(model), L=model.config.layers, V=model.config.vocab,
-                                targets=batch.count, w=8, tile=attention.TILE)
+    return cost.gpt_activations(sizes(model), batch.count)
 
 
 def bridge(model):
     """From the textbook's bytes per block to ours, one difference at a time."""
-    B, T, D, H = sizes(model).values()
-    N, pairs = B * T, B * H * T * T
+    s = sizes(model)
+    N, D, pairs = s.N, s.D, s.N * s.H * s.T
     return [("34 s b h + 5 a s^2 b    (s = T, b = rows, h = D, a = heads; 2 bytes per number)",
-             cost.textbook_activations(B, T, D, H)),
+             cost.textbook_activations(s)),
             ("no dropout: neither masks of one byte, nor a second copy of the attention weights",
              -2 * N * D - 3 * pairs),
             ("float64: 8 bytes per number instead of 2", 3 * (32 * N * D + 2 * pairs)),

@@ -176,8 +176,8 @@ def price(lesson):
     forward, backward, _ = counted(lesson.comm, lambda: model.blocks[0](x, batch).sum())
     there, back, loss = counted(lesson.comm, lambda: model(batch))
     outside = there.calls + back.calls - c.layers * (forward.calls + backward.calls)
-    shape = c.width, c.layers, c.context, c.vocab, c.heads
-    step_price = sum(a.bytes for a in cost.tp(*x.shape, c.layers, p, 8, rank, chosen))
+    sizes, group = cost.Sizes.of(c, B=WIDE, w=8), cost.Group(p, rank, chosen)
+    step_price = sum(way.bytes for way in cost.tp(sizes, group))
     held = sum(q.data.size for q in model.parameters())
     lesson.ledger(
         ("all_reduces per layer, forward", "2", 2, forward.calls),
@@ -186,8 +186,8 @@ def price(lesson):
         ("bytes sent per rank and layer", "8 B T D (p-1)/p x 8", 8 * x.size * (p - 1) // p * 8,
          forward.bytes + backward.bytes),
         ("bytes sent per rank and step", "cost.tp", step_price, there.bytes + back.bytes),
-        (f"parameters held: {held / cost.gpt_parameters(*shape):.0%} of the model",
-         "cost.tp_parameters", cost.tp_parameters(*shape, p, rank), held))
+        (f"parameters held: {held / cost.gpt_parameters(sizes):.0%} of the model",
+         "cost.tp_parameters", cost.tp_parameters(sizes, group), held))
     lesson.check("loss of random words, all of them, against one process",
                  kit.difference(loss.data, plain()(batch).data), 1e-13)
 

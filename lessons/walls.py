@@ -7,6 +7,7 @@
   run     mpirun -n 2 python -m lessons.walls         or: python -m lessons.walls -n 2
 """
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,7 +25,7 @@ GROWTH = [(2018, "GPT-1", 0.117e9, "V100", 32e9), (2019, "GPT-2", 1.5e9, "V100",
 GPUS = {"H100 SXM": (989.4e12, 80e9, 3.35e12, 450e9, 50e9),
         "B200": (2250e12, 192e9, 8e12, 900e9, 100e9)}
 PCIE = 64e9
-GPT3 = dict(D=12288, L=96, T=2048, V=50257, H=96)
+GPT3 = replace(cost.GPT3, B=1)                        # one sequence per GPU
 
 
 def main(lesson):
@@ -88,11 +89,11 @@ def one_flop(N, D, F, w=4):
 
 
 @kit.breaks(cost, "attention_work")
-def whole_square(B, T, D, H, w=4, tile=64):
+def whole_square(B, T, D, w=4, tile=64):
     """Causal attention is charged for the whole T x T square, of which it skips nearly half.
 
     Megatron-LM and PaLM differ in just this convention: compare utilizations only within one."""
-    return whole_square.original(B, T, D, H, w, tile=T)
+    return whole_square.original(B, T, D, w, tile=T)
 
 
 @kit.breaks(cost, "linear_work")
@@ -140,7 +141,7 @@ def counts(rows=1):
     """Ledger rows: flops and bytes by formula, and as they come."""
     ops = inputs(rows)
     linear, attend = (counted.count(*ops[name]) for name in ("linear fc1", "attention"))
-    want, pairs = cost.linear_work(rows * T, D, 4 * D), cost.attention_work(rows, T, D, H,
+    want, pairs = cost.linear_work(rows * T, D, 4 * D), cost.attention_work(rows, T, D,
                                                                             tile=attention.TILE)
     return [("linear: flops", "2 N D F + N F", want.flops, sum(linear[:2])),
             ("linear: bytes", "inputs, weights, result", want.bytes, linear[2]),
@@ -260,9 +261,9 @@ def machines(lesson, peak, stream, link):
 def offers(lesson):
     """Flops per byte that each technique has, for GPT-3 in 16 bits, beside what wires demand."""
     flops, _, memory, nvlink, network = GPUS["H100 SXM"]
-    P, (width, L, length, _, _) = cost.gpt_parameters(**GPT3), GPT3.values()
-    tensor = cost.tp(1, length, width, L, 8, 2, 0, lambda *_: "ring")
-    gradients = cost.all_reduce("ring", 8, P, 2, 0).bytes
+    P, width, length = cost.gpt_parameters(GPT3), GPT3.D, GPT3.T
+    tensor = cost.tp(GPT3, cost.Group(8))
+    gradients = cost.Group(8).all_reduce(P, 2).bytes
     linear = cost.linear_work(length, width, 4 * width, 2)
     step = 6 * P * length                             # of one sequence
     table = [("one linear layer", "memory", linear.flops / linear.bytes, memory),

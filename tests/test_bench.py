@@ -34,8 +34,7 @@ def test_the_engine_s_table_and_file(tmp_path):
     row, = json.loads(file.read_text())["rows"]
     assert row["preset"] == "lesson" and row["torch_ms"] is row["ratio_to_torch"] is None
     c = gpt.preset("lesson", vocab=bench_engine.VOCAB)
-    flops = cost.gpt_flops(row["batch"], c.context, c.width, c.heads, c.layers, bench_engine.VOCAB,
-                           c.groups)
+    flops = cost.gpt_flops(cost.Sizes.of(c, B=row["batch"]))
     assert row["gflops"] == pytest.approx(flops / row["step_ms"] / 1e6)
     peak = row["gflops"] / row["peak_share"]               # what sgemm reached, GFLOP/s
     assert peak > 0 and f"{row['peak_share']:.0%}" in output

@@ -283,7 +283,7 @@ def sent(ranks, form, microbatches):
 
 def price_of_the_rest(ranks, rank):
     """Besides gradients, a step sums loss and count (together) and the square of the norm."""
-    return cost.ddp([2, 1], ranks, 8, rank, partial(chosen, "all_reduce", p=ranks))
+    return cost.ddp([2, 1], cost.Group(ranks, rank, chosen), 8)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -291,14 +291,14 @@ def price_of_the_rest(ranks, rank):
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_messages_and_bytes_are_as_predicted(ranks, form, microbatches):
     """Once per step, however many micro-batches; nothing but all_reduces."""
-    algorithm = partial(chosen, "all_reduce", p=ranks)
     for rank, (counted, buckets, sizes) in enumerate(sent(ranks, FORMS[form], microbatches)):
+        group = cost.Group(ranks, rank, chosen)
         if form == "plain":
-            price = cost.dp(sizes, ranks, 8, rank, algorithm)
+            price = cost.dp(sizes, group, 8)
             calls = len(sizes) + 1 if ranks > 1 else 0
         else:
             assert sum(buckets) == sum(sizes) + len(sizes)          # gradients, and a flag each
-            price, calls = cost.ddp(buckets, ranks, 8, rank, algorithm), len(buckets)
+            price, calls = cost.ddp(buckets, group, 8), len(buckets)
         rest = price_of_the_rest(ranks, rank)
         assert counted.by_label["all_reduce"].calls == counted.calls == calls + 2
         assert counted.bytes == price.bytes + rest.bytes

@@ -18,9 +18,8 @@ def model_and_batch(dtype=np.float64, **over):
     return GPT(config, dtype=dtype), random_batch(29, config.context, 3, seed=0, step=1)
 
 
-def sizes(config):
-    return dict(D=config.width, L=config.layers, T=config.context, V=config.vocab, H=config.heads,
-                K=config.kv_heads)
+def sizes(config, w=8):
+    return cost.Sizes.of(config, B=3, w=w, tile=attention.TILE)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -30,10 +29,8 @@ def test_counted_equals_cost(over, dtype):
     optimizer, w = optim.AdamW(model.parameters(), 1e-3), np.dtype(dtype).itemsize
     loss = model(batch)
     before = ledger.held(model, optimizer, loss, batch=batch)
-    c = model.config
-    parameters = w * cost.gpt_parameters(**sizes(c), tied=c.tied)
-    assert before.activations == cost.gpt_activations(
-        B=3, **sizes(c), targets=batch.count, w=w, tile=attention.TILE, dropout=c.dropout > 0)
+    parameters = w * cost.gpt_parameters(sizes(model.config))
+    assert before.activations == cost.gpt_activations(sizes(model.config, w), batch.count)
     assert before == (parameters, 0, 0, before.activations)
     loss.backward()
     optimizer.step()
@@ -44,10 +41,10 @@ def test_a_block_s_operations_add_up_in_order():
     model, batch = model_and_batch()
     rows = ledger.by_operation(model(batch), exclude=ledger.known(model, batch))
     assert sum(kept for _, kept in rows) == cost.gpt_activations(
-        B=3, **sizes(model.config), targets=batch.count, w=8, tile=attention.TILE)
+        sizes(model.config), batch.count)
     embed, views = 3, ("reshape", "getitem", "transpose", "add")
     kept = [(name, n) for name, n in rows[embed:] if name not in views][:8]
-    expected = cost.block_activations(B=3, T=16, D=48, H=12, w=8, tile=attention.TILE)
+    expected = cost.block_activations(sizes(model.config))
     assert [n for _, n in kept] == [row.bytes for row in expected]
     assert all(n == 0 for name, n in rows if name in views)
 
@@ -79,4 +76,4 @@ def test_only_targets_that_count_are_indexed():
     tokens = np.zeros((3, 16), int)
     batch = Batch.of(tokens, np.full((3, 16), IGNORE), 0)
     assert ledger.held(model, None, model(batch), batch=batch).activations == cost.gpt_activations(
-        B=3, **sizes(model.config), targets=0, w=8, tile=attention.TILE)
+        sizes(model.config), targets=0)

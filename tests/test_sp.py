@@ -125,13 +125,13 @@ def test_messages_and_bytes(p, keep_input):
             loss.backward()
         return forward, backward
 
-    again = 0 if keep_input else 1
+    again, sizes = 0 if keep_input else 1, cost.Sizes.of(tiny(**SIZES).config, B=5, w=8)
     for rank, (there, back) in enumerate(run_threads(p, fn)):
         calls = [{k: c.calls for k, c in counted.by_label.items()} for counted in (there, back)]
         assert calls[0] == {"all_gather": 2 * L + 1, "reduce_scatter": 2 * L + 1, "all_reduce": 3}
         assert calls[1] == {"all_gather": (2 + 2 * again) * L + 1 + again,
                             "reduce_scatter": 2 * L + 1}
-        forward, backward = cost.sp(5, 12, 24, L, p, 8, rank, chosen, keep_input)
+        forward, backward = cost.sp(sizes, cost.Group(p, rank, chosen), keep_input)
         assert (there.messages, there.bytes) == (forward.messages, forward.bytes)
         assert (back.messages, back.bytes) == (backward.messages, backward.bytes)
 
@@ -150,8 +150,8 @@ def test_activations_kept_by_a_block(p, way):
         x = Tensor(np.ones((5, len(batch.stream), 24)), requires_grad=True)
         return graph_bytes(model.blocks[0](x, batch), exclude=ledger.known(model, batch))
 
-    kept = cost.tp_block_activations(5, 12, 24, 12, p, w=8, tile=attention.TILE, dropout=True,
-                                     sequence=None if way == "tp" else way)
+    sizes = cost.Sizes.of(tiny(**SIZES).config, B=5, w=8, tile=attention.TILE, dropout=True)
+    kept = cost.tp_block_activations(sizes, p, sequence=None if way == "tp" else way)
     slack = 2 * PAGE if way == "keep" else 0                   # of two received arrays
     assert run_threads(p, fn) == [sum(row.bytes for row in kept) + slack] * p
 

@@ -433,13 +433,14 @@ def counted_step(comm, cut, config, batch):
 def test_two_all_reduces_per_layer_and_direction(p, layers):
     """And one for the embedding, one for the head, three small ones for the loss."""
     config = dict(heads=12, width=24, layers=layers, kv_heads=12)
+    sizes = cost.Sizes.of(tiny(**config).config, B=5, w=8)
     batch = random_batch(13, 8, 5, seed=1, step=0)
     results = run_threads(p, counted_step, tp.parallelize, config, batch)
     for rank, (there, back) in enumerate(results):
         assert there.by_label.keys() == back.by_label.keys() == {"all_reduce"}
         assert there.calls == 2 * layers + 1 + 3
         assert back.calls == 2 * layers + 1
-        forward, backward = cost.tp(5, 8, 24, layers, p, 8, rank, chosen)
+        forward, backward = cost.tp(sizes, cost.Group(p, rank, chosen))
         assert (there.messages, there.bytes) == (forward.messages, forward.bytes)
         assert (back.messages, back.bytes) == (backward.messages, backward.bytes)
 
@@ -448,12 +449,12 @@ def test_sharing_a_key_costs_one_gather_per_layer_and_direction():
     """8 ranks, 2 groups, heads 3 wide: four ranks share a key, one of them with no slice of it."""
     config = dict(heads=8, width=24, kv_heads=2)
     batch = random_batch(13, 8, 5, seed=1, step=0)
+    sizes = cost.Sizes.of(tiny(**config).config, B=5, w=8)
     for rank, counted in enumerate(run_threads(8, counted_step, tp.parallelize, config, batch)):
-        keys = cost.tp_keys(5, 8, 24, 8, 2, 3, 8, 8, rank, chosen)
-        plain = cost.tp(5, 8, 24, 3, 8, 8, rank, chosen)
-        assert [c.bytes for c in counted] == [a.bytes + b.bytes for a, b in zip(keys, plain)]
-        assert [c.messages for c in counted] == [a.messages + b.messages
-                                                 for a, b in zip(keys, plain)]
+        prices = cost.tp(sizes, cost.Group(8, rank, chosen))
+        assert [(c.messages, c.bytes) for c in counted] == [price[1:] for price in prices]
+        keys = cost.tp_keys(sizes, cost.Group(8, rank, chosen))
+        assert [c.by_group["world.kv"].bytes for c in counted] == [price.bytes for price in keys]
 
 
 @pytest.mark.parametrize("p, config", [(2, {}), (4, {}), (4, dict(tied=False)),
@@ -462,7 +463,6 @@ def test_sharing_a_key_costs_one_gather_per_layer_and_direction():
 def test_parameters_held(p, config):
     def fn(comm):
         return sum(x.data.size for x in tp.parallelize(tiny(**config), comm).parameters())
-    c = tiny(**config).config
-    sizes = c.width, c.layers, c.context, c.vocab, c.heads
-    assert run_threads(p, fn) == [cost.tp_parameters(*sizes, p, rank, c.groups, c.tied)
+    sizes = cost.Sizes.of(tiny(**config).config)
+    assert run_threads(p, fn) == [cost.tp_parameters(sizes, cost.Group(p, rank))
                                   for rank in range(p)]

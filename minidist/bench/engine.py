@@ -129,8 +129,7 @@ def product():
 
 def measure(preset, rounds, twin):
     """Time everything in turn, then weigh it.  -> Row"""
-    c = gpt.preset(preset, vocab=VOCAB)
-    flops = cost.gpt_flops(BATCH[preset], c.context, c.width, c.heads, c.layers, VOCAB, c.groups)
+    flops = cost.gpt_flops(cost.Sizes.of(gpt.preset(preset, vocab=VOCAB), B=BATCH[preset]))
     work = {"ours": our_step(preset), "peak": product()}
     if twin:
         work |= {"plain": torch_step(preset, False), "fused": torch_step(preset, True)}

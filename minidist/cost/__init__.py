@@ -1,16 +1,16 @@
 """Closed forms: what every technique sends, holds and waits for, before it runs.
 
     messages      a collective over p ranks           cost.all_reduce("ring", p, n, itemsize, rank)
-    model         one training step in one process    cost.gpt_flops(B, T, D, H, L, V)
-    strategies    what each strategy adds and saves   cost.tp(B, T, D, L, p, itemsize, rank, chosen)
+    model         one training step in one process    cost.gpt_flops(Sizes(...))
+    strategies    what each strategy adds and saves   cost.tp(Sizes(...), Group(p, rank))
 
 Bytes are bytes *sent* by one rank.  Imports no array, and knows no rank but its number.
 """
 from minidist.cost.messages import (                                             # noqa: F401
-    Price, all_gather, all_reduce, all_to_all, broadcast, chunks, double_tree, gather, hierarchical,
-    reduce, reduce_scatter, scatter, seconds)
+    Group, Price, all_gather, all_reduce, all_to_all, broadcast, chunks, double_tree, gather,
+    hierarchical, reduce, reduce_scatter, scatter, seconds)
 from minidist.cost.model import (                                                # noqa: F401
-    Kept, Work, at_least, attention_work, block_activations, gpt_activations, gpt_flops,
-    gpt_parameters, linear_work, textbook_activations, tiles)
+    GPT3, Kept, Sizes, Work, at_least, attention_work, block_activations, gpt_activations,
+    gpt_flops, gpt_parameters, linear_work, textbook_activations, tiles)
 from minidist.cost.strategies import (                                           # noqa: F401
     between_cuts, ddp, dp, sp, tp, tp_block_activations, tp_keys, tp_parameters)

@@ -25,6 +25,42 @@ class Price(NamedTuple):
     def __add__(self, other):
         return Price(*map(sum, zip(self, other)))
 
+    def __rmul__(self, times):
+        return Price(*(times * x for x in self))
+
+
+NOTHING = Price(0, 0, 0)
+
+
+def always_ring(collective, nbytes, p):
+    """Name the ring, whatever the size."""
+    return "ring"
+
+
+class Group(NamedTuple):
+    """p ranks, one of them, and the rule by which they choose an algorithm."""
+    p: int
+    rank: int = 0
+    chosen: object = always_ring        # (collective, bytes of the full array, p) -> algorithm
+
+    def all_reduce(self, n, w):
+        """Price of summing n numbers of w bytes over the group."""
+        return all_reduce(self.chosen("all_reduce", n * w, self.p), self.p, n, w, self.rank)
+
+    def reduce_scatter(self, sizes, w):
+        """Price of summing over the group and keeping sizes[rank] numbers of the sum."""
+        name = self.chosen("reduce_scatter", sum(sizes) * w, self.p)
+        return reduce_scatter(name, sizes, w, self.rank)
+
+    def all_gather(self, sizes, w):
+        """Price of collecting sizes[r] numbers from each rank of the group."""
+        return all_gather(self.chosen("all_gather", sum(sizes) * w, self.p), sizes, w, self.rank)
+
+    def broadcast(self, n, w, root=0):
+        """Price of giving n numbers of the root to the group."""
+        name = self.chosen("broadcast", n * w, self.p)
+        return broadcast(name, self.p, n, w, self.rank, root)
+
 
 def chunks(n, p):
     """The one chunking rule: p lengths that add up to n, the first n mod p are one longer."""

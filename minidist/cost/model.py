@@ -1,10 +1,63 @@
 """What one process computes, moves and keeps in a training step of the GPT, in closed form.
 
-B rows, T positions, D width, H heads, K key/value heads, V vocabulary, L layers, hidden width 4D.
+    cost.gpt_flops(cost.Sizes.of(model.config, B=6))
+
+Every formula takes the letters from one Sizes, so that no caller can put two of them in the wrong
+order.
 
 Lesson: python -m lessons.memory
 """
+from dataclasses import dataclass
 from typing import NamedTuple
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Name the sizes of a GPT, of the batch that it is given, and of one number."""
+    B: int = 1                  # rows of the batch
+    T: int                      # positions in a row
+    D: int                      # width
+    H: int                      # query heads
+    K: int | None = None        # key/value heads; None: as many as query heads
+    V: int                      # vocabulary
+    L: int                      # layers
+    w: int = 4                  # bytes per number
+    tied: bool = True           # are the head's weights the embedding's?
+    dropout: bool = False
+    tile: int = 64              # attention takes so many queries at a time
+
+    def __post_init__(self):
+        object.__setattr__(self, "K", self.K or self.H)
+
+    @classmethod
+    def of(cls, config, **others):
+        """Read the sizes of a GPTConfig; others: B and w, or anything that differs from it."""
+        return cls(**{**dict(T=config.context, D=config.width, H=config.heads, K=config.kv_heads,
+                             V=config.vocab, L=config.layers, tied=config.tied,
+                             dropout=config.dropout > 0), **others})
+
+    @property
+    def N(self):
+        """Tokens in the batch."""
+        return self.B * self.T
+
+    @property
+    def F(self):
+        """Hidden width of the MLP."""
+        return 4 * self.D
+
+    @property
+    def e(self):
+        """Width of one head."""
+        return self.D // self.H
+
+    @property
+    def kv(self):
+        """Numbers per token in all keys and all values together."""
+        return 2 * self.K * self.e
+
+
+GPT3 = Sizes(B=1536, T=2048, D=12288, H=96, V=50257, L=96, w=2)    # Brown et al. 2020; a step
 
 
 class Kept(NamedTuple):
@@ -15,33 +68,33 @@ class Kept(NamedTuple):
     bytes: int
 
 
-def gpt_parameters(D, L, T, V, H, K=None, tied=True):
+def gpt_parameters(sizes):
     """Count the parameters of a GPT: about 12 L D^2."""
-    rows = D + 2 * (K or H) * D // H                             # of the fused projection
-    attention = rows * (D + 1) + D * (D + 1)
-    mlp = 4 * D * (D + 1) + D * (4 * D + 1)
-    block = attention + mlp + 2 * 2 * D
-    return V * D + T * D + L * block + 2 * D + (0 if tied else V * D)
+    D, F = sizes.D, sizes.F
+    attention = (D + sizes.kv) * (D + 1) + D * (D + 1)
+    mlp = F * (D + 1) + D * (F + 1)
+    words = sizes.V * D * (1 if sizes.tied else 2)
+    return words + sizes.T * D + sizes.L * (attention + mlp + 4 * D) + 2 * D
 
 
-def block_activations(B, T, D, H, K=None, w=4, tile=64, dropout=False):
-    """List what one block keeps for backward, operation by operation, at w bytes per number.
+def block_activations(sizes):
+    """List what one block keeps for backward, operation by operation.
 
     An array is listed where it is first needed: the output of one operation is often the input
     that the next one keeps. A view, and a sum, keep nothing.
     """
-    N, kv = B * T, 2 * (K or H) * D // H
+    B, T, D, H, N, w = sizes.B, sizes.T, sizes.D, sizes.H, sizes.N, sizes.w
     rows = [
         Kept("layer_norm", "normalised rows, 1/deviation", "N D + N", (N * D + N) * w),
         Kept("linear qkv", "its input", "N D", N * D * w),
         Kept("attention", "q, k, v, output, weights", "N (2D + 2Ke) + B H T^2",
-             (N * (2 * D + kv) + B * H * tiles(T, tile)) * w),
+             (N * (2 * D + sizes.kv) + B * H * tiles(T, sizes.tile)) * w),
         Kept("linear proj", "its input, attention's output", "0", 0),
         Kept("layer_norm", "normalised rows, 1/deviation", "N D + N", (N * D + N) * w),
         Kept("linear fc1", "its input", "N D", N * D * w),
         Kept("gelu", "its derivative", "4 N D", 4 * N * D * w),
         Kept("linear fc2", "its input", "4 N D", 4 * N * D * w)]
-    if dropout:
+    if sizes.dropout:
         rows += [Kept("dropout", "mask of the weights", "B H T^2", B * H * T * T * w),
                  Kept("dropout", "masks of the residuals", "2 N D", 2 * N * D * w)]
     return rows
@@ -54,27 +107,29 @@ def tiles(T, tile):
     return sum(min(tile, T - i) * min(i + tile, T) for i in range(0, T, tile))
 
 
-def gpt_activations(B, T, D, H, L, V, targets, K=None, w=4, tile=64, dropout=False):
-    """Bytes that a GPT keeps between forward and backward, at w bytes per number."""
-    N = B * T
-    embed = N * D * w if dropout else 0                      # the mask; ids are the batch's own
-    head = (2 * N * D + N + N * V) * w + 2 * 8 * targets     # norm, its output, softmax, indices
-    block = sum(kept.bytes for kept in block_activations(B, T, D, H, K, w, tile, dropout))
-    return embed + L * block + head
+def gpt_activations(sizes, targets=None):
+    """Bytes that a GPT keeps between forward and backward.
+
+    targets: how many tokens have one; None: all."""
+    N, D, w = sizes.N, sizes.D, sizes.w
+    targets = N if targets is None else targets
+    embed = N * D * w if sizes.dropout else 0                # the mask; ids are the batch's own
+    head = (2 * N * D + N + N * sizes.V) * w + 2 * 8 * targets    # norm, its output, softmax, index
+    return embed + sizes.L * sum(kept.bytes for kept in block_activations(sizes)) + head
 
 
-def gpt_flops(B, T, D, H, L, V, K=None):
+def gpt_flops(sizes):
     """FLOPs of the matrix products of one step, with attention's T x T weights counted in full.
 
     Two per multiply and add; backward makes two products for each one of forward."""
-    N, rows = B * T, D + 2 * (K or H) * D // H
-    block = N * D * rows + N * D * D + 8 * N * D * D + 2 * N * T * D
-    return 3 * 2 * (L * block + N * D * V)
+    D, N = sizes.D, sizes.N
+    block = N * D * (D + sizes.kv) + N * D * D + 2 * N * D * sizes.F + 2 * N * sizes.T * D
+    return 3 * 2 * (sizes.L * block + N * D * sizes.V)
 
 
-def textbook_activations(B, T, D, H):
+def textbook_activations(sizes):
     """Bytes per layer by Korthikanti et al. 2022: 16-bit numbers, masks of one byte, full T x T."""
-    return 34 * B * T * D + 5 * H * T * T * B
+    return 34 * sizes.N * sizes.D + 5 * sizes.H * sizes.T * sizes.N
 
 
 # === One operation, forward: what it computes, and what it must move at the least ===
@@ -92,7 +147,7 @@ def linear_work(N, D, F, w=4):
     return Work(2 * N * D * F + N * F, w * (N * D + D * F + F + N * F))
 
 
-def attention_work(B, T, D, H, w=4, tile=64):
+def attention_work(B, T, D, w=4, tile=64):
     """Work of causal attention: two products, in tiles; reads q, k and v, writes one as large.
 
     The softmax between them is not counted: some 6 flops where the products have 4 D/H."""

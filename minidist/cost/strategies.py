@@ -1,87 +1,79 @@
 """What each strategy sends and holds in a training step, in closed form.
 
+    cost.tp(sizes, cost.Group(p, rank, collectives.chosen))    ->  (forward, backward), two Prices
+
+sizes are those of the whole model and of the whole batch that the group works on.
+
 Lesson: mpirun -n 4 python -m lessons.tp
 """
-from minidist.cost.messages import Price, all_gather, all_reduce, chunks, reduce_scatter
+from minidist.cost.messages import NOTHING, Group, chunks
 from minidist.cost.model import block_activations
 
 
 # === Data parallelism: the gradients of one step ===
-#
-# algorithm(nbytes) -> the all_reduce that is taken for a message of that size.
 
-def ddp(buckets, p, itemsize, rank, algorithm):
+def ddp(buckets, group, w):
     """Price of DistributedDataParallel: one all_reduce per bucket.  About 2(p-1)/p of the gradients
 
-    buckets: elements in each, its gradients and one flag for every parameter."""
-    prices = [all_reduce(algorithm(n * itemsize), p, n, itemsize, rank) for n in buckets]
-    return Price(*map(sum, zip(*prices, strict=True)))
+    buckets: numbers in each, its gradients and one flag for every parameter."""
+    return sum((group.all_reduce(n, w) for n in buckets), NOTHING)
 
 
-def dp(parameters, p, itemsize, rank, algorithm):
+def dp(parameters, group, w):
     """Price of the plain form: one all_reduce per parameter, and one for all their flags.
 
-    parameters: elements in each."""
-    flags = all_reduce(algorithm(4 * len(parameters)), p, len(parameters), 4, rank)
-    gradients = ddp(parameters, p, itemsize, rank, algorithm)
-    return Price(*map(sum, zip(flags, gradients, strict=True)))
+    parameters: numbers in each."""
+    return group.all_reduce(len(parameters), 4) + ddp(parameters, group, w)
 
 
-# === Tensor and sequence parallelism ===
-#
-# p ranks cut each layer of the GPT above; sizes are those of the whole model and the whole batch.
-# chosen(collective, nbytes, p) -> the algorithm that is taken, as collectives.chosen.
+# === Tensor and sequence parallelism: p ranks cut each layer of the GPT ===
 
-def tp_parameters(D, L, T, V, H, p, rank, K=None, tied=True):
+def tp_parameters(sizes, group):
     """Count what one rank holds: matrices / p; norms, row biases and positions whole."""
-    K, e = K or H, D // H
-    hidden, sharers = chunks(4 * D, p)[rank], max(1, p // K)
-    keys = max(1, K // p) * chunks(e, sharers)[rank % sharers]   # and as many rows of values
+    D, p, rank = sizes.D, group.p, group.rank
+    hidden, keys = chunks(sizes.F, p)[rank], key_rows(sizes, p, rank)
     attention = (D // p + 2 * keys) * (D + 1) + D * (D // p) + D
     mlp = hidden * (D + 1) + D * hidden + D
-    words = chunks(V, p)[rank] * D * (1 if tied else 2)
-    return words + T * D + L * (attention + mlp + 4 * D) + 2 * D
+    words = chunks(sizes.V, p)[rank] * D * (1 if sizes.tied else 2)
+    return words + sizes.T * D + sizes.L * (attention + mlp + 4 * D) + 2 * D
 
 
-def tp(B, T, D, L, p, itemsize, rank, chosen):
+def key_rows(sizes, p, rank):
+    """Count the rows of keys that one rank projects: whole heads, or a slice of one (p > K)."""
+    sharers = max(1, p // sizes.K)
+    return max(1, sizes.K // p) * chunks(sizes.e, sharers)[rank % sharers]
+
+
+def tp(sizes, group):
     """Price of one step's tensor parallelism.  -> (forward, backward)
 
     Two all_reduces of [B, T, D] per layer each way; one more for the embedding (forward) and for
-    the head (backward); three of [B, T] in the loss.  tp_keys comes on top where p > K."""
-    def one(n):
-        return all_reduce(chosen("all_reduce", n * itemsize, p), p, n, itemsize, rank)
-
-    layers = times(2 * L + 1, one(B * T * D))
-    return layers + times(3, one(B * T)), layers
+    the head (backward); three of [B, T] in the loss; and, where p > K, tp_keys."""
+    layers = (2 * sizes.L + 1) * group.all_reduce(sizes.N * sizes.D, sizes.w)
+    forward, backward = tp_keys(sizes, group)
+    return layers + 3 * group.all_reduce(sizes.N, sizes.w) + forward, layers + backward
 
 
-def tp_keys(B, T, D, H, K, L, p, itemsize, rank, chosen):
+def tp_keys(sizes, group):
     """Price of sharing each key/value head among p/K ranks.  -> (forward, backward)"""
-    sharers = max(1, p // K)
-    sizes = [B * T * 2 * e for e in chunks(D // H, sharers)]
-    return tuple(times(L, move(chosen(name, sum(sizes) * itemsize, sharers), sizes, itemsize,
-                               rank % sharers))
-                 for name, move in (("all_gather", all_gather), ("reduce_scatter", reduce_scatter)))
+    sharers = max(1, group.p // sizes.K)
+    inner = Group(sharers, group.rank % sharers, group.chosen)
+    slices = [sizes.N * 2 * e for e in chunks(sizes.e, sharers)]
+    return (sizes.L * inner.all_gather(slices, sizes.w),
+            sizes.L * inner.reduce_scatter(slices, sizes.w))
 
 
-def sp(B, T, D, L, p, itemsize, rank, chosen, keep_input=False):
+def sp(sizes, group, keep_input=False):
     """Price of one step's sequence parallelism.  -> (forward, backward)
 
     Every all_reduce of tp becomes a reduce_scatter in one place and an all_gather in another;
     unless they keep their input, two layers of a block (and the head) gather it once more."""
-    sizes = [B * T // p * D] * p
-    there, back = (move(chosen(name, sum(sizes) * itemsize, p), sizes, itemsize, rank)
-                   for name, move in (("all_gather", all_gather),
-                                      ("reduce_scatter", reduce_scatter)))
-    loss = all_reduce(chosen("all_reduce", B * T * itemsize, p), p, B * T, itemsize, rank)
-    layers = times(2 * L + 1, there + back)
-    again = times(0 if keep_input else 2 * L + 1, there)
-    return layers + times(3, loss), layers + again
-
-
-def times(k, price):
-    """Pay a price k times."""
-    return Price(*(k * x for x in price))
+    pieces = [sizes.N // group.p * sizes.D] * group.p
+    there, back = (move(pieces, sizes.w) for move in (group.all_gather, group.reduce_scatter))
+    layers = (2 * sizes.L + 1) * (there + back)
+    again = (0 if keep_input else 2 * sizes.L + 1) * there
+    forward, backward = tp_keys(sizes, group)
+    return layers + 3 * group.all_reduce(sizes.N, sizes.w) + forward, layers + again + backward
 
 
 def between_cuts(kept):
@@ -90,7 +82,7 @@ def between_cuts(kept):
             or kept.what == "mask of the weights")
 
 
-def tp_block_activations(B, T, D, H, p, K=None, w=4, tile=64, dropout=False, sequence=None):
+def tp_block_activations(sizes, p, sequence=None):
     """List what one block keeps on one of p ranks (p divides K), as block_activations does.
 
     sequence: None for tensor parallelism alone; "again" or "keep" for sequence parallelism that
@@ -99,5 +91,4 @@ def tp_block_activations(B, T, D, H, p, K=None, w=4, tile=64, dropout=False, seq
         gathered = kept.operation.startswith("linear") and sequence == "keep"
         return p if between_cuts(kept) or sequence and not gathered else 1
 
-    return [kept._replace(bytes=kept.bytes // divisor(kept))
-            for kept in block_activations(B, T, D, H, K, w, tile, dropout)]
+    return [kept._replace(bytes=kept.bytes // divisor(kept)) for kept in block_activations(sizes)]
