@@ -51,7 +51,7 @@ def parser():
     model.add_argument("--dtype", choices=["float32", "float64"],
                        help="default float32; with --verify float64")
     data = p.add_argument_group("data")
-    data.add_argument("--text", metavar="FILE", help="UTF-8 text (default: Python's own manual)")
+    data.add_argument("--text", metavar="FILE", help="UTF-8 text (default: Unicode names)")
     data.add_argument("--batch", type=flags.integer(1), default=12, metavar="B",
                       help="sequences per step (default 12)")
     data.add_argument("--grad-accum", type=flags.integer(1), default=1, metavar="M",
@@ -207,7 +207,7 @@ def headline(run, args):
     """Say in two lines what is about to be trained on what."""
     c = run.config
     size = sum(math.prod(p.full_shape) for p in run.model.parameters())
-    text, characters = args.text or "pydoc_data.topics", len(run.corpus.tokens)
+    text, characters = args.text or "Unicode names", len(run.corpus.tokens)
     return (f"{args.preset}: {c.layers} layers of width {c.width}, {c.heads} heads, "
             f"{size:,} parameters in {args.dtype}\n"
             f"{text}: {characters:,} characters, {c.vocab} different; "

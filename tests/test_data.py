@@ -1,8 +1,11 @@
 """Batches depend on (seed, step) alone, and every target is the character that follows."""
+import unicodedata
+
 import numpy as np
 import pytest
 
 from minidist import BadInput
+from minidist.engine import data
 from minidist.engine.data import Batch, Corpus, default_text, random_batch, read_text
 from minidist.engine.functional import IGNORE
 
@@ -58,9 +61,23 @@ def test_shortest_text():
         Corpus("abc" * 5 + "ab", 8)
 
 
-def test_default_text_is_prose():
+def test_default_text_is_the_same_on_every_python():
+    """Its parts are held here, its whole by a hash that refuses any other."""
     text = default_text()
-    assert len(text) > 300_000 and " the " in text
+    names = text.split("\n")
+    assert (len(text), len(names), len(set(names)), len(set(text))) == (350_041, 12_674, 12_674, 39)
+    assert all(unicodedata.name(unicodedata.lookup(name)).lower() == name for name in names[::99])
+    assert names[0] == "latin small letter k with caron" and names[1] == "yi syllable jyr"
+
+
+def test_another_default_text_is_refused(monkeypatch):
+    """As on a Python whose unicodedata has lost or gained a name."""
+    class Other:
+        def name(self, c, default):
+            return "letter z" if c == "a" else default
+    monkeypatch.setattr(data, "ucd_3_2_0", Other())
+    with pytest.raises(BadInput, match="does not hold the names of Unicode 3.2.*--text FILE"):
+        default_text()
 
 
 def test_read_text(tmp_path):

@@ -138,7 +138,7 @@ def test_the_map_shows_the_folders():
 @by_file
 def test_nothing_else_is_needed(path):
     """numpy, mpi4py, matplotlib; pytest and, where it happens to be, torch in tests and bench."""
-    allowed = {"numpy", "mpi4py", "matplotlib", "minidist", "lessons", "tests", "pydoc_data"}
+    allowed = {"numpy", "mpi4py", "matplotlib", "minidist", "lessons", "tests"}
     if path.parent.name in ("tests", "bench"):
         allowed |= {"pytest", "torch"}
     from sys import stdlib_module_names
