@@ -1,7 +1,7 @@
 """Distributed training from scratch in NumPy and MPI.
 
     engine/        one process       tape tensor attention functional nn optim data gpt
-    ranks/         how ranks talk,   comm counting buffers agree stream link threads processes
+    ranks/         how ranks talk,   comm wire counting buffers agree stream link threads processes
                    start and fail    report watch safety environment launch
     collectives/   arrays over       ring tree halving double_tree hierarchical alltoall
                    ranks             choice layouts calls

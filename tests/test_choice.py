@@ -119,7 +119,7 @@ def test_calls_that_do_not_match_are_refused_on_all_ranks(comm):
 def test_two_nodes_of_two(comm):
     beside_mpi(comm, 1001, "float32")
     node, rail, rails = choice.GROUPS[comm]
-    if "MPICH" in type(comm._raw[0].mpi).__module__ or node.size == 2:
+    if "MPICH" in type(comm.plain.bare.mpi).__module__ or node.size == 2:
         with comm.counting() as count:
             collectives.all_reduce(np.ones(1001, "f4"), comm, algorithm="hierarchical")
         price = cost.hierarchical([2, 2], 1001, 4, 2 * (node.ranks[0] > 0) + node.rank)
@@ -128,7 +128,7 @@ def test_two_nodes_of_two(comm):
 
 def beside_mpi(comm, n, dtype):
     """Compare every algorithm with MPI's own collective, bitwise, on whole numbers."""
-    its, p = comm._raw[0].mpi, comm.size
+    its, p = comm.plain.bare.mpi, comm.size
     x = np.random.default_rng([comm.rank, n]).integers(-9, 10, n).astype(dtype)
     sizes = chunks(n, p)
     total, piece, whole = x.copy(), np.empty(sizes[comm.rank], dtype), np.empty(n, dtype)

@@ -1,5 +1,7 @@
 """Comm over MPI and over threads: the same messages, checks and counts."""
+import os
 import sys
+import threading
 import weakref
 
 import numpy as np
@@ -433,7 +435,7 @@ def test_collectives_have_codes_of_their_own_and_tags_fit_every_mpi():
     assert len(set(codes)) == len(codes) and all(1 <= c <= 31 for c in codes)
     assert 1 <= counting.code_of("any other") <= 31
     largest = (1 << 14) + max(buffers.CODES.values()) + (31 << 5) + 31
-    assert largest < link.HEADER == 32767          # what MPI promises
+    assert largest < buffers.HEADER == 32767          # what MPI promises
 
 
 # -- groups, scratch, streams, links ------------------------------------------------------------
@@ -559,6 +561,140 @@ def test_a_link_on_one_side_only_is_told(linked):
         with pytest.raises(ValueError, match="only one of the two has a software link"):
             comm.sendrecv(np.ones(1), 1 - comm.rank, np.empty(1), 1 - comm.rank)
     comms.run_threads(2, body)
+
+
+# -- what is made is given back -----------------------------------------------------------------
+
+def closes(comm):
+    """A group, with all that was made from it, is closed once, by call or at the end of a block."""
+    with comm.split(0, name="dp", axes=("dp",)) as group:
+        inner, stream = group.split(comm.rank % 2, name="inner"), group.stream()
+        assert (group.axes, inner.axes, comm.axes) == (("dp",), (), ())
+        assert stream.comm.axes == ("dp",)
+        assert stream.submit(lambda comm: comm.shift(np.ones(3), np.empty(3))).wait()[0] == 1
+        late = group.irecv(np.empty(2), (comm.rank - 1) % comm.size)
+        group.isend(np.full(2, 1.0 * comm.rank), (comm.rank + 1) % comm.size)      # nobody keeps it
+    assert group.closed and inner.closed and stream.closed and stream.comm.closed
+    assert late.wait()[0] == (comm.rank - 1) % comm.size
+    group.close(), inner.close(), stream.close()
+    x = np.ones(2)
+    for call in (lambda: group.send(x, 0), lambda: group.shift(x, x.copy()),
+                 lambda: group.exchange([(x, 0, x.copy(), 0)] * 2), lambda: inner.isend(x, 0),
+                 lambda: group.recv(x, 0), lambda: group.irecv(x, 0), lambda: group.split(0),
+                 lambda: group.stream(), lambda: stream.comm.send(x, 0)):
+        with pytest.raises(ValueError, match="^group (dp|inner) is closed: no message goes"):
+            call()
+    with pytest.raises(ValueError, match="the stream of group dp is closed"):
+        stream.submit(print)
+    assert not comm._children and comm._worker is None
+    comm.barrier()
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_what_is_closed_is_closed_once_with_all_that_was_made_from_it(sync):
+    for p in 1, 2, 3:
+        comms.run_threads(p, closes, sync=sync)
+
+
+def test_closing_on_mpi():
+    on_ranks(closes, 3)
+
+
+def test_what_a_closed_group_sent_still_counts():
+    def body(comm):
+        group = comm.split(0, name="dp")
+        group.barrier()
+        with comm.counting() as total:
+            with group:
+                group.shift(np.ones(3), np.empty(3))
+            with comm.split(0, name="dp") as other, other.split(0, name="tp") as inner:
+                other.barrier()
+                inner.shift(np.ones(5), np.empty(5))
+        assert {k: numbers(c) for k, c in total.by_group.items()} == {
+            "dp": (2, 2, 24), "tp": (1, 1, 40)}
+    comms.run_threads(2, body)
+
+
+def test_an_error_inside_the_block_comes_out_though_the_others_do_not_close():
+    def body(comm):
+        with comm.split(0):
+            if comm.rank == 0:
+                raise KeyError("boom")
+            comm.recv(np.empty(1), 0)
+    with pytest.raises(KeyError, match="boom"):
+        comms.run_threads(3, body)
+
+
+def test_closing_a_stream_raises_the_error_that_nobody_has_seen():
+    def body(comm):
+        seen, unseen = comm.stream(), comm.stream()
+
+        def fail(comm):
+            raise KeyError("boom")
+        work = seen.submit(fail)
+        unseen.submit(fail)
+        with pytest.raises(KeyError, match="boom"):
+            work.wait()
+        seen.close()
+        with pytest.raises(KeyError, match="boom"):
+            unseen.close()
+        assert seen.closed and unseen.closed and comm._worker is None
+    comms.run_threads(2, body)
+
+
+def test_all_streams_of_a_rank_share_a_thread_that_runs_in_order_of_submission():
+    def body(comm):
+        first, second, done = comm.stream(), comm.split(0).stream(), []
+
+        def work(i, comm):
+            comm.barrier()
+            done.append((i, threading.get_ident()))
+        for i in range(6):
+            (second if i % 3 else first).submit(work, i)
+        first.close()
+        second.close()
+        assert [i for i, _ in done] == list(range(6)) and len({t for _, t in done}) == 1
+        third = comm.stream()                      # after the last is closed, a new thread
+        assert third.submit(lambda comm: comm.rank).wait() == comm.rank
+    comms.run_threads(3, body)
+
+
+def made_and_given_back(comm, make, times):
+    """Make and close something again and again: no thread, descriptor or mailbox stays."""
+    def held():
+        world = getattr(comm.plain.bare, "world", None)
+        if world is None:
+            return threading.active_count(), len(os.listdir("/proc/self/fd"))
+        return {box[0] for box in [*world.letters, *world.posts]}, len(world.actors)
+    make(comm)
+    comm.barrier()
+    before = held()
+    for _ in range(times):
+        make(comm)
+    comm.barrier()
+    assert held() == before
+    assert not comm._children and len(comm._closed) < 10
+
+
+def groups_and_streams(comm):
+    """What a mesh makes of this world, and a stream in each group."""
+    row = comm.split(comm.rank // 2, name="tp", axes=("tp",))
+    column = comm.split(comm.rank % 2, name="dp", axes=("dp",))
+    streams = row.stream(), column.stream(), comm.stream()
+    work = streams[1].submit(lambda comm: comm.shift(np.ones(2), np.empty(2)))
+    assert work.wait().sum() == 2
+    streams[2].close()
+    row.close(), column.close()
+
+
+def test_in_a_loop_nothing_stays_on_threads():
+    comms.run_threads(4, made_and_given_back, groups_and_streams, 30)
+
+
+def test_in_a_loop_nothing_stays_on_mpi():
+    """2100 groups of two communicators each: MPICH has 2048, Open MPI 65536."""
+    on_ranks(made_and_given_back, 4, timeout=120, kwargs={"make": groups_and_streams,
+                                                          "times": 300})
 
 
 # -- where groups come from ---------------------------------------------------------------------

@@ -189,7 +189,7 @@ def reference(group):
     except ImportError:
         return None
     IN_PLACE = MPI.IN_PLACE
-    return getattr(group._raw[0], "mpi", None)
+    return getattr(group.plain.bare, "mpi", None)
 
 
 # --- Measuring. ---

@@ -8,12 +8,13 @@ import math
 import numpy as np
 
 from minidist.ranks.counting import COLLECTIVES, code_of
-from minidist.ranks.link import HEADER
 
 # A tag, in the 15 bits that every MPI has:  more pieces follow 1 | type 4 | operation 5 | number 5
 DTYPES = [np.dtype(t) for t in ("f4", "f8", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1",
                                 "?", "c8", "c16")]
+HEADER = 0x7FFF            # the tag of a slow link's departure times: no array has this one
 PAGE = 4096
+INCOMING, WORK = 0, 1      # the slots of Scratch
 CODES = {dtype: code << 10 for code, dtype in enumerate(DTYPES, start=1)}
 
 
@@ -50,6 +51,34 @@ def apart(shape, dtype):
     raw = np.empty(nbytes + PAGE, "u1")
     start = (PAGE // 2 - raw.ctypes.data) % PAGE
     return raw[start:start + nbytes].view(dtype).reshape(shape)
+
+
+class Scratch:
+    """Kept buffers, one to a slot: scratch(n, dtype) is an array for what nobody needs for long.
+
+    Who takes a slot's buffer ends the life of the array taken before. So slot INCOMING is for what
+    has just arrived and is used at once, WORK for what lives as long as one collective call: an
+    algorithm that works in place gets its copy of the input there. A call that makes another one
+    must not hold the slot that the other takes.
+    """
+
+    def __init__(self):
+        self.buffers, self.views = {}, {}
+
+    def __call__(self, n, dtype, slot=INCOMING):
+        """An array of n elements, with whatever happens to be in it."""
+        view = self.views.get((n, dtype, slot))
+        return self._view(n, dtype, slot) if view is None else view
+
+    def _view(self, n, dtype, slot):
+        nbytes, buffer = n * np.dtype(dtype).itemsize, self.buffers.get(slot)
+        if buffer is None or buffer.size < nbytes:
+            self.views.clear()                     # they would keep the old buffer alive
+            buffer = self.buffers[slot] = apart((nbytes,), "u1")
+        if len(self.views) >= 100:                 # sizes that depend on data never come again
+            self.views.clear()
+        view = self.views[n, dtype, slot] = buffer[:nbytes].view(dtype)
+        return view
 
 
 def refusal(x, name):

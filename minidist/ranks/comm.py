@@ -19,24 +19,33 @@ import numpy as np
 
 from minidist import BadInput
 from minidist.ranks import agree, environment, link, threads
-from minidist.ranks.buffers import CODES, apart, incoming, outgoing, unlike
+from minidist.ranks.buffers import CODES, Scratch, incoming, outgoing, unlike
 from minidist.ranks.counting import Counting
-from minidist.ranks.stream import Stream
+from minidist.ranks.stream import Stream, Worker
 from minidist.ranks.threads import Deadlock                                        # noqa: F401
+from minidist.ranks.wire import Closed, Request
 
 
 class Comm(Counting):
-    """A group of ranks.  rank: mine; size: how many; name: for reports and the mesh"""
+    """A group of ranks.  rank: mine; size: how many; name: for reports; axes: of the mesh
 
-    def __init__(self, wires, name="world", parent=None):
+    `with` a Comm, the group is closed at the end of the block.
+    """
+
+    def __init__(self, wires, name="world", parent=None, axes=()):
         super().__init__()
         self.name, self.rank, self.size = name, wires[0].rank, wires[0].size
         self.ranks = wires[0].ranks                       # the members, as ranks of the world
-        self._raw = self._wires = wires                   # for plain messages, and for collectives
-        self._wire, self._status = wires[0], wires[0].status
+        self.axes = tuple(axes)                           # () for a group that is no mesh axis
+        # Two communicators, so that a message sent outside of collectives and one sent inside
+        # never pair up, in whatever order the ranks come to them.  _wire: the one in use now.
+        self.plain, self.collective = wires
+        self._wire, self._status = self.plain, self.plain.status
         self._sequence, self._tag = 0, 0                  # of collective calls
-        self._scratch, self._views, self._link, self._children = {}, {}, None, []
+        self.scratch, self._link, self._children = Scratch(), None, []
         self._sent = set()                                # requests that nobody has waited for
+        self.closed, self._parent, self._stream, self._worker = False, parent, None, None
+        self._root = self if parent is None else parent._root
         self.check = os.environ.get("MINIDIST_CHECK") == "1"
         if parent is not None:
             self._events, self.check = parent._events, parent.check
@@ -179,7 +188,7 @@ class Comm(Counting):
     # -- collectives ----------------------------------------------------------------------
 
     def _same_call(self):
-        agree.same_call(self, self._raw[1])
+        agree.same_call(self, self.collective.bare)
 
     def current(self):
         """What this group does now, for reports -> (name, number of the collective or 0, detail)"""
@@ -187,35 +196,28 @@ class Comm(Counting):
             return self._operation.name, self._sequence, self._operation.detail
         return (self._label.name if self._label else ""), 0, None
 
-    def scratch(self, n, dtype, slot=0):
-        """A kept buffer of n elements, for data that nobody needs after the next call."""
-        view = self._views.get((n, dtype, slot))
-        if view is None:
-            nbytes = n * np.dtype(dtype).itemsize
-            buffer = self._scratch.get(slot)
-            if buffer is None or buffer.size < nbytes or len(self._views) > 100:
-                self._views.clear()                          # they would keep the old buffer alive
-                buffer = self._scratch[slot] = apart((nbytes,), "u1")
-            view = self._views[n, dtype, slot] = buffer[:nbytes].view(dtype)
-        return view
-
     # -- groups, streams, links -----------------------------------------------------------
 
-    def split(self, color, key=None, name=None):
-        """Form groups of equal color, ordered by key.  Collective; None where color is None"""
+    def split(self, color, key=None, name=None, axes=()):
+        """Form groups of equal color, ordered by key.  Collective; None where color is None
+
+        axes: the names of the mesh axes along which the members of a group lie.
+        """
         key = self.rank if key is None else key
-        wires = self._form(lambda: self._raw[0].split(color, key))
-        return wires and Comm(wires, name or f"{self.name}[{color}]", self)
+        wires = self._form(lambda: self.plain.bare.split(color, key))
+        return wires and Comm(wires, name or f"{self.name}[{color}]", self, axes)
 
     def node(self):
         """Form the group of the ranks on my machine.  Collective"""
-        return Comm(self._form(self._raw[0].node), "node", self)
+        return Comm(self._form(lambda: self.plain.bare.node()), "node", self)
 
     def stream(self):
-        """Start a background stream: a thread with a communicator of its own.  Collective"""
-        plain, collective = self._form(self._raw[0].dup)
-        plain = plain.thread("stream")
-        return Stream(Comm((plain, collective.beside(plain)), self.name, self), self._raw[0])
+        """Make a background stream: a communicator for this rank's second thread.  Collective"""
+        wires = self._form(lambda: self.plain.bare.dup())
+        root = self._root
+        root._worker = root._worker or Worker(root.plain.bare)
+        wires = [wire.beside(root._worker.wire) for wire in wires]
+        return Stream(Comm(wires, self.name, self, self.axes), self.plain.bare, root)
 
     def _form(self, make):
         """Make the two wires of a new group, or None; a rank that waits here shows in reports."""
@@ -233,41 +235,42 @@ class Comm(Counting):
         """
         return link.Linked(self, link.Link(latency, bandwidth))
 
-    def _use(self, port):
-        self._link = port
-        self._wires = self._raw if port is None else [link.SlowWire(w, port) for w in self._raw]
-        self._wire = self._wires[self._operation is not None]
+    def close(self):
+        """Give the communicators back, of this group and of all that was made from it.  Collective
 
-    def _everyone(self):
-        """This group and all that were made from it."""
-        return [self] + [c for child in self._children for c in child._everyone()]
-
-
-class Request:
-    """A started send or receive; it keeps the array alive."""
-
-    def __init__(self, comm, started, handle, kind, to, source, x, tag=None):
-        self.comm, self.started, self.handle, self.x, self.tag = comm, started, handle, x, tag
-        self.now = comm, kind, to, source, x.nbytes
-
-    def ready(self):
-        """Would wait() return at once?"""
-        return self.handle is None or self.handle.ready()
-
-    def wait(self):
-        """Block until it is done; return the array: of a receive, filled."""
-        if self.handle is None:
-            return self.x
-        comm, handle, self.handle = self.comm, self.handle, None
-        comm._sent.discard(self)
-        comm._status.now = self.now
+        A second call does nothing; a message after it is refused.
+        """
+        if self.closed:
+            return
+        if self._stream is not None and not self._stream.closed:
+            self._stream.close()                          # which calls this on its own thread
+            return
+        for child in list(self._children):
+            child.close()
+        self._status.now = self, "close", None, None, 0
         try:
-            came = handle.wait()
+            self.plain.bare.close()
+            self.collective.bare.close()
         finally:
-            comm._end(self.started)
-        if self.tag is not None and came != (self.tag, self.x.nbytes):
-            raise unlike(comm, came, self.tag, self.x, self.now[3])
-        return self.x
+            self._status.now = None
+        self.closed, self.scratch = True, Scratch()
+        self.plain = self.collective = self._wire = Closed(self.name)
+        if self._parent is not None:
+            self._hand_over(self._parent)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *error):
+        if kind is None:                                  # else the others may never come to close
+            self.close()
+
+    def _use(self, port):
+        if self.closed:
+            return
+        self._link = port
+        self.plain, self.collective = link.over(self.plain, port), link.over(self.collective, port)
+        self._wire = self.plain if self._operation is None else self.collective
 
 
 # -- where groups come from ---------------------------------------------------------------------

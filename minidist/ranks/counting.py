@@ -86,7 +86,7 @@ class Label:
             comm._inner_operations += 1
             return
         # A call of its own: numbered, with the tag and the wire of its messages.
-        comm._operation, comm._wire = self, comm._wires[1]
+        comm._operation, comm._wire = self, comm.collective
         comm._sequence = number = comm._sequence + 1
         comm._tag = self.code + number % 32
         if comm.check:
@@ -107,7 +107,7 @@ class Label:
         if comm._inner_operations:
             comm._inner_operations -= 1
         else:
-            comm._operation, comm._wire, comm._tag = None, comm._wires[0], 0
+            comm._operation, comm._wire, comm._tag = None, comm.plain, 0
 
 
 def code_of(name):
@@ -117,11 +117,21 @@ def code_of(name):
     return 1 + len(COLLECTIVES) + zlib.crc32(name.encode()) % (31 - len(COLLECTIVES))
 
 
+def add_up(*tables):
+    """Add tables of numbers, entry by entry."""
+    total = {}
+    for table in tables:
+        for key, numbers in table.items():
+            total[key] = [a + b for a, b in zip(total.get(key, (0, 0, 0)), numbers)]
+    return total
+
+
 class Counting:
     """The half of Comm that labels, counts and records."""
 
     def __init__(self):
         self.counts, self._labels, self._events = {}, {}, None
+        self._closed = {}                                       # counts of groups that are closed
         self._label = self._count = self._operation = None      # of the outermost `with`
         self._inner_labels = self._inner_operations = 0
 
@@ -150,13 +160,25 @@ class Counting:
         try:
             yield total
         finally:
-            for (comm, name), now in self._counted().items():
-                was = before.get((comm, name), (0, 0, 0))
-                total.include(comm.name, name, *(a - b for a, b in zip(now, was)))
+            for (group, name), now in self._counted().items():
+                was = before.get((group, name), (0, 0, 0))
+                total.include(group, name, *(a - b for a, b in zip(now, was)))
 
     def _counted(self):
-        return {(c, name): (count.calls, count.messages, count.bytes)
-                for c in self._everyone() for name, count in c.counts.items()}
+        """What was ever sent here and in groups made from this one: {(group, label): numbers}"""
+        mine = {(self.name, name): (count.calls, count.messages, count.bytes)
+                for name, count in self.counts.items()}
+        return add_up(mine, self._closed, *(child._counted() for child in self._children))
+
+    def _everyone(self):
+        """This group and all that were made from it."""
+        return [self] + [c for child in self._children for c in child._everyone()]
+
+    def _hand_over(self, parent):
+        """Leave to the parent what outlives this group: its counts, and arrays on their way."""
+        parent._children.remove(self)
+        parent._closed = add_up(parent._closed, self._counted())
+        parent._sent |= {request for request in self._sent if not request.ready()}
 
     @contextmanager
     def recording(self):

@@ -13,7 +13,8 @@ import time
 
 import numpy as np
 
-HEADER = 0x7FFF            # the tag of a departure time: no array has this type code and number
+from minidist.ranks.buffers import HEADER
+from minidist.ranks.wire import Wire
 
 
 class Link:
@@ -37,11 +38,15 @@ class Link:
             return self.in_free
 
 
-class SlowWire:
+class SlowWire(Wire):
     """A wire whose messages cross a Link."""
 
     def __init__(self, wire, link):
         self.wire, self.link = wire, link
+
+    @property
+    def bare(self):
+        return self.wire
 
     def isend(self, x, to, tag):
         start, free = self.link.depart(x.nbytes)
@@ -53,30 +58,10 @@ class SlowWire:
         return Coming(self.link, self.wire.irecv(start, source), start,
                       self.wire.irecv(into, source), into.nbytes)
 
-    def exchange(self, moves, tags, nbytes):
-        return exchange(self, moves, tags)
 
-    def send(self, x, to, tag):
-        self.isend(x, to, tag).wait()
-
-    def recv(self, into, source):
-        return self.irecv(into, source).wait()
-
-    def sendrecv(self, x, to, tag, into, source):
-        sent = self.isend(x, to, tag)
-        came = self.irecv(into, source).wait()
-        sent.wait()
-        return came
-
-
-def exchange(wire, moves, tags):
-    """Start all receives, then all sends, and wait for each -> what came, as recv returns it"""
-    coming = [wire.irecv(into, source) for _, _, into, source in moves]
-    going = [wire.isend(x, to, tag) for (x, to, _, _), tag in zip(moves, tags)]
-    came = [handle.wait() for handle in coming]
-    for handle in going:
-        handle.wait()
-    return came
+def over(wire, link):
+    """Put a link over a wire, or take it off: None."""
+    return wire.bare if link is None else SlowWire(wire.bare, link)
 
 
 class Sent:
@@ -125,14 +110,17 @@ class Linked:
     """A link in effect, as Comm.link returns it; as a context manager it ends with the block."""
 
     def __init__(self, comm, link):
-        # Groups made from this one share its port, except those with a link of their own.
-        self.before = [(c, c._link) for c in comm._everyone() if c._link is comm._link]
-        for c, _ in self.before:
-            c._use(link)
+        self.comm, self.before, self.link = comm, comm._link, link
+        self.put(link, self.before)
+
+    def put(self, new, old):
+        """Give a link to this group and those made from it, save those with one of their own."""
+        for c in self.comm._everyone():
+            if c._link is old:
+                c._use(new)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        for c, link in self.before:
-            c._use(link)
+        self.put(self.before, self.link)

@@ -13,7 +13,8 @@ import warnings
 import mpi4py
 
 from minidist import BadInput
-from minidist.ranks import environment, link, report
+from minidist.ranks import environment, report
+from minidist.ranks.wire import Wire
 
 mpi4py.rc.initialize, mpi4py.rc.finalize = False, True     # start() looks at the launcher first
 from mpi4py import MPI                                     # noqa: E402
@@ -25,27 +26,29 @@ MORE = 1 << 14
 BYTE, ANY_TAG = MPI.BYTE, MPI.ANY_TAG
 
 
-class MPIWire:
+class MPIWire(Wire):
     """One rank's end of an MPI communicator.  ranks: its members, as ranks of the world"""
 
     def __init__(self, mpi, status, statuses):
         self.mpi, self.rank, self.size = mpi, mpi.rank, mpi.size
         self.status, self.statuses = status, statuses       # of this thread; of all of this rank
         self.ranks = MPI.Group.Translate_ranks(mpi.group, None, MPI.COMM_WORLD.group)
-        self.streams, self.came = [], MPI.Status()
+        self.came = MPI.Status()
         self.Send, self.Recv, self.Sendrecv = mpi.Send, mpi.Recv, mpi.Sendrecv    # found once
         self.Isend, self.Irecv = mpi.Isend, mpi.Irecv
 
+    # What Wire derives, in one MPI call each: half a message's price is Python's.
+
     def send(self, x, to, tag):
         if SYNC or x.nbytes > PIECE:
-            self.isend(x, to, tag).wait()
+            super().send(x, to, tag)
         else:
             self.Send((x, x.nbytes, BYTE), to, tag)
 
     def recv(self, into, source):
         nbytes, came = into.nbytes, self.came
         if nbytes > PIECE:
-            return self.irecv(into, source).wait()
+            return super().recv(into, source)
         try:
             self.Recv((into, nbytes, BYTE), source, ANY_TAG, came)
         except MPI.Exception as error:
@@ -55,10 +58,7 @@ class MPIWire:
     def sendrecv(self, x, to, tag, into, source):
         out, nbytes, came = x.nbytes, into.nbytes, self.came
         if out > STRAIGHT or nbytes > STRAIGHT:
-            sent = self.isend(x, to, tag)
-            came = self.recv(into, source)
-            sent.wait()
-            return came
+            return super().sendrecv(x, to, tag, into, source)
         try:
             self.Sendrecv((x, out, BYTE), to, tag, (into, nbytes, BYTE), source, ANY_TAG, came)
         except MPI.Exception as error:
@@ -68,7 +68,7 @@ class MPIWire:
     def exchange(self, moves, tags, nbytes):
         """Several sendrecvs at once, of so many bytes in all -> what came with each."""
         if nbytes > STRAIGHT:
-            return link.exchange(self, moves, tags)
+            return super().exchange(moves, tags, nbytes)
         coming, going, came, status = [], [], [], self.came
         for _, _, into, source in moves:
             coming.append(self.Irecv((into, into.nbytes, BYTE), source, ANY_TAG))
@@ -107,14 +107,23 @@ class MPIWire:
     def dup(self):
         return MPIWire(self.mpi.Dup(), self.status, self.statuses)
 
-    def thread(self, name):
-        """The same communicator for a new thread of this rank."""
+    def thread(self, name, end):
+        """The same communicator for a new thread of this rank, which dies with the process."""
         self.statuses.append(report.Status(None, name))
         return MPIWire(self.mpi, self.statuses[-1], self.statuses)
 
     def beside(self, other):
         """The same communicator for the thread of another wire."""
         return MPIWire(self.mpi, other.status, self.statuses)
+
+    def leave(self):
+        """Say that the thread of this wire ends."""
+        self.statuses.remove(self.status)
+
+    def close(self):
+        """Give the communicator back.  Collective"""
+        self.mpi.Barrier()                         # nobody's message is still to come
+        self.mpi.Free()
 
     def gather(self, item):
         """Give everyone's small Python object to everyone (set-up only)."""

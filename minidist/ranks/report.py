@@ -25,6 +25,7 @@ class Status:
     def __init__(self, thread_id, name="main"):
         self.now, self.thread_id, self.name = None, thread_id, name
         self.idle, self.end, self.origin = False, "", ""
+        self.failed = ""                            # a stream: what its last work raised
 
 
 @dataclass
@@ -65,11 +66,12 @@ class Row:
 
 def row(rank, status, age=0.0):
     """Work out the row of a status, at this moment."""
-    line = line_of(status.thread_id) if not status.end else ""
+    end = status.end or status.failed
+    line = line_of(status.thread_id) if not end else ""
     if status.origin:
         line = status.origin                           # a stream: where its work was submitted
     made = Row(rank, status.name, os.getpid(), time.monotonic(), age, line=line, idle=status.idle,
-               end=status.end)
+               end=end)
     now = status.now
     if now is not None:
         comm, made.kind, to, source, made.nbytes = now
@@ -223,7 +225,7 @@ def cycle_text(ring):
     if kinds <= {"recv", "irecv"} and len({(r.op, r.number) for r in ring}) == 1:
         return f"a cycle of receives ({path}): each waits for the next, and nobody sends"
     for a, b in zip(ring, [*ring[1:], ring[0]]):
-        if any(r.kind == "split" for r in ring) or (a.op, a.number, a.group) != (
+        if any(r.kind in ("split", "close") for r in ring) or (a.op, a.number, a.group) != (
                 b.op, b.number, b.group):
             return mismatch(a, b)
     return f"a cycle ({path}): each waits for the next"

@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 import numpy as np
 
 from minidist.ranks import report
-from minidist.ranks.link import exchange
+from minidist.ranks.wire import Wire
 
 
 class Stopped(RuntimeError):
@@ -33,7 +33,7 @@ class World:
         self.lock = threading.Lock()
         self.letters, self.posts = defaultdict(deque), defaultdict(deque)
         self.actors, self.running = [], 0
-        self.streams, self.channels, self.error = [], 0, None
+        self.channels, self.error = 0, None
 
     def actor(self, rank, name="main"):
         """Register one more thread, as running."""
@@ -88,6 +88,13 @@ class World:
                 self.fail(Stopped(self.story(f"rank {actor.rank} raised {error!r}")))
             self.rest(actor)
 
+    def retire(self, actor):
+        """Let a thread go that is no rank's main one: no report shows it any more."""
+        with self.lock:
+            actor.status.now = None
+            self.actors.remove(actor)
+            self.rest(actor)
+
     def story(self, headline):
         return report.explain(headline, [report.row(a.rank, a.status) for a in self.actors])
 
@@ -96,7 +103,7 @@ class Actor:
     """One thread of one rank: what it does now, and the bell that wakes it."""
 
     def __init__(self, rank, name):
-        self.rank, self.running = rank, True
+        self.rank, self.running, self.end = rank, True, None
         self.status = report.Status(threading.get_ident(), name)
         self.bell = threading.Lock()
         self.bell.acquire()
@@ -127,13 +134,13 @@ class Handle:
         return self.letter.tag, self.letter.nbytes
 
 
-class ThreadWire:
+class ThreadWire(Wire):
     """One rank's end of a channel between threads.  ranks: its members, as ranks of the world"""
 
     def __init__(self, world, actor, channel, rank, ranks):
         self.world, self.actor, self.channel = world, actor, channel
         self.rank, self.size, self.ranks = rank, len(ranks), ranks
-        self.status, self.streams = actor.status, world.streams
+        self.status = actor.status
 
     def isend(self, x, to, tag):
         world, box = self.world, (self.channel, to, self.rank)
@@ -155,21 +162,6 @@ class ThreadWire:
             else:
                 world.posts[box].append(post)
         return Handle(self, post)
-
-    def send(self, x, to, tag):
-        self.isend(x, to, tag).wait()
-
-    def recv(self, into, source):
-        return self.irecv(into, source).wait()
-
-    def sendrecv(self, x, to, tag, into, source):
-        sent = self.isend(x, to, tag)
-        came = self.irecv(into, source).wait()
-        sent.wait()
-        return came
-
-    def exchange(self, moves, tags, nbytes):
-        return exchange(self, moves, tags)
 
     # -- groups and streams -----------------------------------------------------------------
 
@@ -208,14 +200,28 @@ class ThreadWire:
     def dup(self):
         return self.split(0, self.rank)
 
-    def thread(self, name):
-        """The same channel for a new thread of this rank."""
+    def thread(self, name, end):
+        """The same channel for a new thread of this rank, which end() ends after the ranks."""
         actor = self.world.actor(self.ranks[self.rank], name)
+        actor.end = end
         return ThreadWire(self.world, actor, self.channel, self.rank, self.ranks)
 
     def beside(self, other):
         """The same channel for the thread of another wire."""
         return ThreadWire(self.world, other.actor, self.channel, self.rank, self.ranks)
+
+    def leave(self):
+        """Say that the thread of this wire ends."""
+        self.world.retire(self.actor)
+
+    def close(self):
+        """Throw the mailboxes of this rank away.  Collective"""
+        self.gather(None)                          # nobody's message is still to come
+        with self.world.lock:
+            for boxes in self.world.letters, self.world.posts:
+                for channel in self.channel, ("setup", self.channel):
+                    for source in range(self.size):
+                        boxes.pop((channel, self.rank, source), None)
 
     def queue(self):
         return ThreadQueue(self)
@@ -284,16 +290,17 @@ def join(world, threads, timeout):
     try:
         for thread in threads:
             thread.join(None if deadline is None else max(0, deadline - time.monotonic()))
-        for stream in world.streams:
-            stream.close()
+        if any(thread.is_alive() for thread in threads):
+            with world.lock:
+                story = world.story(f"ranks still run after {timeout:g} s")
+                world.fail(Stopped("stopped after the timeout"))
+            raise TimeoutError(story)
+        for end in [actor.end for actor in world.actors if actor.end]:
+            end()
     except KeyboardInterrupt:
         with world.lock:
             world.fail(Stopped("interrupted"))
         raise
-    if any(thread.is_alive() for thread in threads):
-        with world.lock:
-            world.fail(Stopped("stopped after the timeout"))
-            raise TimeoutError(world.story(f"ranks still run after {timeout:g} s"))
 
 
 def first(errors):

@@ -115,7 +115,7 @@ class Watchdog:
     def write(self):
         """Put this rank's threads into the table -> their rows"""
         with self.lock:
-            rows = [report.row(self.rank, s, self.age(s)) for s in self.statuses]
+            rows = [report.row(self.rank, s, self.age(s)) for s in list(self.statuses)]
             self.table.write(self.rank, rows)
             return rows
 
