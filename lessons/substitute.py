@@ -4,7 +4,10 @@ Both are tried in the same way. The lesson's proof runs on thread ranks inside o
 synchronous sends if wanted, so that a wrong function ends in a failed check, an exception, or an
 exact report of who waits for whom; never in a job that hangs.
 """
+import builtins
+import functools
 import inspect
+import operator
 import os
 import random
 import sys
@@ -42,7 +45,7 @@ def breaks(owner, name, ranks=None, sync=False, first=None):
 
 @contextmanager
 def patched(*replacements):
-    """Replace (owner, name, function) wherever the library and the lessons have imported it.
+    """Replace (owner, name, function) wherever our modules hold it, in tables of any depth too.
 
     What functions keep of earlier calls is forgotten before and after."""
     undo = []
@@ -62,33 +65,66 @@ def patched(*replacements):
 
 
 def _rebind(old, new, undo):
-    """Every name, table entry and default argument that means `old` now means `new`."""
-    for space in _namespaces():
-        for key in [key for key, value in space.items() if value is old]:
-            undo.append((dict.__setitem__, space, key, old))
-            space[key] = new
-        for function in [f for f in space.values() if isinstance(f, types.FunctionType)]:
-            defaults = function.__defaults__ or ()
-            if any(value is old for value in defaults):
-                undo.append((setattr, function, "__defaults__", defaults))
-                function.__defaults__ = tuple(new if v is old else v for v in defaults)
+    """Let every name, table entry, partial and default argument that means `old` mean `new`."""
+    seen = {id(vars(builtins))}
+    for module in _modules():
+        _swapped(vars(module), old, new, undo, seen)
+
+
+def _swapped(value, old, new, undo, seen):
+    """Return value with `new` wherever in it `old` was.
+
+    Dictionaries, lists, functions and classes are changed in place, and undo lists how to restore
+    them; a tuple or a partial cannot change, so another one takes its place."""
+    def swap(inner):
+        return _swapped(inner, old, new, undo, seen)
+
+    if value is old:
+        return new
+    if isinstance(value, tuple):
+        inside = [swap(entry) for entry in value]
+        if all(map(operator.is_, inside, value)):
+            return value
+        return value._make(inside) if hasattr(value, "_make") else tuple(inside)
+    if type(value) is functools.partial:
+        held = value.func, value.args, tuple(value.keywords.values())
+        function, args, given = inside = swap(held)
+        named = zip(value.keywords, given)
+        return value if inside is held else functools.partial(function, *args, **dict(named))
+    if id(value) not in seen:
+        seen.add(id(value))
+        for write, place, held in _places(value):
+            if (fresh := swap(held)) is not held:
+                undo.append((write, value, place, held))
+                write(value, place, fresh)
+    return value
+
+
+def _places(value):
+    """List what a value holds: (the function that writes there, the place, what is there now)."""
+    if type(value) is dict:
+        return [(dict.__setitem__, key, held) for key, held in value.items()]
+    if type(value) is list:
+        return [(list.__setitem__, i, held) for i, held in enumerate(value)]
+    if isinstance(value, types.FunctionType):
+        return [(setattr, "__defaults__", value.__defaults__),
+                (setattr, "__kwdefaults__", value.__kwdefaults__)]
+    if isinstance(value, type) and value.__module__.split(".")[0] in OURS:
+        return [(setattr, name, held) for name, held in vars(value).items()]
+    return []
 
 
 def _forget():
     """Empty the caches of our functions: what one has worked out may rest on what is replaced."""
-    for space in _namespaces():
-        for value in list(space.values()):
+    for module in _modules():
+        for value in list(vars(module).values()):
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
 
 
-def _namespaces():
-    """The dictionaries of our modules, and the tables (dictionaries) in them."""
-    modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] in OURS]
-    for module in modules:
-        yield vars(module)
-        yield from (v for k, v in list(vars(module).items())
-                    if type(v) is dict and k != "__builtins__")
+def _modules():
+    """List our modules, as far as they are imported."""
+    return [m for name, m in list(sys.modules.items()) if name.split(".")[0] in OURS]
 
 
 @dataclass

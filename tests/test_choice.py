@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from minidist import collectives, cost
-from minidist.collectives import choice
+from minidist.collectives import choice, halving, layouts, ring
 from minidist.collectives.choice import ALGORITHMS, AUTOMATIC, chosen
 from minidist.cost import chunks
 from minidist.ranks.comm import run_threads
@@ -187,3 +187,19 @@ def test_the_choice_goes_by_the_bytes_of_the_full_array():
             sent.append(count.messages)
         return sent
     assert run_threads(4, body) == [[2, 2, 4, 2, 3, 3]] * 4
+
+
+def test_what_is_worked_out_per_shape_is_bounded():
+    """Experts send other sizes in every step: caches by shape must not grow with them."""
+    kept = layouts.plan, layouts.layout, ring.spans, halving.role_of, choice.chosen
+    assert all(function.cache_info().maxsize for function in kept)
+
+
+@pytest.mark.parametrize("sizes", [[2.0, 2.0], [5, -1], [4, 1], [4]])
+def test_sizes_that_cut_nothing_are_refused_and_not_remembered(sizes):
+    def body(comm):
+        for call in collectives.reduce_scatter, collectives.all_gather:
+            with pytest.raises((TypeError, ValueError)):
+                call(np.ones(4), comm, sizes=sizes)
+        return collectives.reduce_scatter(np.ones(4), comm, sizes=[2, 2]).tolist()
+    assert run_threads(2, body) == [[2.0, 2.0]] * 2

@@ -43,7 +43,7 @@ def test_the_table_of_powers_of_two():
 
 
 def test_folding_other_numbers_of_ranks():
-    """Of 6 ranks 0 and 2 lean on 1 and 3, which with 4 and 5 do the work."""
+    """Of 6 ranks 0 and 2 are folded into 1 and 3, which with 4 and 5 do the work."""
     n, halved = 1200, 2 * 3 * 1200 // 4
     prices = all_ranks("halving_doubling", 6, n)
     assert [p.bytes for p in prices][0::2][:2] == [n, n]

@@ -2,14 +2,16 @@
 import io
 import json
 import sys
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from lessons import kit, script, substitute, tables
 from lessons.__main__ import ORDER, existing
-from minidist import BadInput, cost
-from minidist.collectives import layouts, ring
+from minidist import BadInput, cost, tp
+from minidist.collectives import choice, layouts, ring
 from minidist.ranks.comm import run_threads
 from tests.mpi import execute, need_mpi
 
@@ -194,6 +196,74 @@ def test_patched_reaches_names_tables_and_defaults_and_restores_them():
     finally:
         for name in ("table", "default", "alias"):
             del namespace[name]
+
+
+class Row(NamedTuple):
+    name: str
+    function: object
+
+
+HOLDERS = {                                     # how a module can hold a function, and how it asks
+    "a list": (lambda f: [f], lambda x: x[0]),
+    "a tuple": (lambda f: (1, f), lambda x: x[1]),
+    "tuples in a list": (lambda f: [("blocks.*", 0), ("head", f)], lambda x: x[1][1]),
+    "nested dictionaries": (lambda f: {"a": {"b": [f]}}, lambda x: x["a"]["b"][0]),
+    "a named tuple": (lambda f: Row("x", f), lambda x: x.function),
+    "a partial of it": (lambda f: partial(f, [1]), lambda x: x.func),
+    "a partial that is given it": (lambda f: partial(map, f), lambda x: x.args[0]),
+    "a partial's keyword": (lambda f: partial(sorted, key=f), lambda x: x.keywords["key"]),
+    "a keyword-only default": (lambda f: by_keyword(f), lambda x: x()),
+    "a method's default": (lambda f: method(f), lambda x: x().call()),
+    "a class's attribute": (lambda f: type("A", (), dict(f=[f], __module__="minidist.a")),
+                            lambda x: x.f[0]),
+}
+
+
+def by_keyword(function):
+    def default(*, f=function):
+        return f
+    return default
+
+
+def method(function):
+    class Thing:
+        __module__ = "minidist.thing"
+
+        def call(self, f=function):
+            return f
+    return Thing
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_patched_reaches_what_a_module_holds_in(kind):
+    make, ask = HOLDERS[kind]
+    old, held = ring.all_gather, make(ring.all_gather)
+    ring.held = held
+    try:
+        with substitute.patched((ring, "all_gather", len)):
+            assert ask(ring.held) is len
+        assert ring.held is held and ask(held) is old
+    finally:
+        del ring.held
+
+
+def test_patched_reaches_the_plan_of_tensor_parallelism_and_the_algorithms():
+    rows, rings = tp.head_rows, choice.ALGORITHMS["all_reduce"]["ring"]
+    with substitute.patched((tp, "head_rows", len), (ring, "all_reduce", max)):
+        assert [row[3] for row in tp.PLAN if row[1] == "attn.qkv"] == [len]
+        assert choice.find("all_reduce", "ring", 8, 2) == ("ring", max)
+    assert [row[3] for row in tp.PLAN if row[1] == "attn.qkv"] == [rows]
+    assert choice.ALGORITHMS["all_reduce"]["ring"] is rings is ring.all_reduce
+
+
+def test_what_holds_itself_is_walked_once():
+    ring.held = [ring.all_gather]
+    ring.held.append(ring.held)
+    try:
+        with substitute.patched((ring, "all_gather", len)):
+            assert ring.held[0] is len
+    finally:
+        del ring.held
 
 
 def test_nothing_worked_out_under_a_break_outlives_it():

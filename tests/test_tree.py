@@ -102,14 +102,14 @@ def test_binomial_tree_reaches_every_rank_in_log_steps():
             assert len(arrival) == p and max(arrival.values()) <= log2_up(p)
 
 
-def test_team_is_a_power_of_two_and_every_other_rank_has_a_helper():
+def test_team_is_a_power_of_two_and_every_other_rank_is_folded_into_a_member():
     for p in UP_TO_64:
         members = tree.team(p)
         assert len(members) == 1 << p.bit_length() - 1
         outside = [r for r in range(p) if r not in members]
-        leaning = [tree.place(r, p).leaning for r in members]
-        assert [r for r in leaning if r is not None] == outside
-        assert all(tree.place(tree.place(r, p).helper, p).leaning == r for r in outside)
+        guests = [tree.place(r, p).guest for r in members]
+        assert [r for r in guests if r is not None] == outside
+        assert all(tree.place(tree.place(r, p).into, p).guest == r for r in outside)
     assert tree.team(6) == (1, 3, 4, 5)
 
 

@@ -5,7 +5,7 @@ constants are fixed, so that every rank, every run and every machine chooses the
 `python -m minidist.bench collectives` fits them to its own run, and shows where those would choose
 otherwise, and which algorithm the clock prefers.
 """
-from functools import cache
+from functools import lru_cache, partial
 from weakref import WeakKeyDictionary
 
 from minidist.collectives import alltoall, double_tree, halving, hierarchical, ring, tree
@@ -19,39 +19,60 @@ ALPHA = 80e-6                   # seconds per step: mostly the wait for one's tu
 BETA = 0.3e-9                   # seconds per byte sent
 GAMMA = 0.2e-9                  # seconds per byte added
 
-# Each looks its function up when called, so that a reader's own can stand in for the module's.
+# --- The algorithms, all called alike: (x, comm, op), (x, sizes, mine, comm, op), ... ---
+
+def on_pieces(algorithm, x, sizes, *others):
+    """Call an algorithm that takes the pieces of a vector one by one."""
+    return algorithm(cut(x, sizes), *others)
+
+
+def ring_reduce_scatter(x, sizes, mine, comm, op):
+    """The ring's, which works in place, on a copy of x (which may be that copy already)."""
+    work = comm.scratch(x.size, x.dtype, slot=1)
+    work[...] = x
+    pieces = cut(work, sizes)
+    ring.reduce_scatter(pieces, comm, op)
+    mine[...] = pieces[comm.rank]
+
+
+def in_and_across_nodes(x, comm, op):
+    """The hierarchical all_reduce, on the groups of the machine's nodes."""
+    hierarchical.all_reduce(x, node_groups(comm), op)
+
+
+GROUPS = WeakKeyDictionary()
+
+
+def node_groups(comm):
+    """My node's group and my rail, formed at the first call."""
+    if comm not in GROUPS:
+        GROUPS[comm] = hierarchical.groups(comm)
+    return GROUPS[comm]
+
+
 ALGORITHMS = {
     "all_reduce": {
-        "naive": lambda *args: tree.naive_all_reduce(*args),
-        "tree": lambda *args: tree.all_reduce(*args),
-        "recursive_doubling": lambda *args: tree.recursive_doubling(*args),
-        "halving_doubling": lambda *args: halving.all_reduce(*args),
-        "ring": lambda *args: ring.all_reduce(*args),
-        "double_tree": lambda *args: double_tree.all_reduce(*args),
-        "hierarchical": lambda x, comm, op: hierarchical.all_reduce(x, node_groups(comm), op),
+        "naive": tree.naive_all_reduce,
+        "tree": tree.all_reduce,
+        "recursive_doubling": tree.recursive_doubling,
+        "halving_doubling": halving.all_reduce,
+        "ring": ring.all_reduce,
+        "double_tree": double_tree.all_reduce,
+        "hierarchical": in_and_across_nodes,
     },
     "reduce_scatter": {
-        "pairwise": lambda x, sizes, *args: alltoall.reduce_scatter(cut(x, sizes), *args),
-        "halving": lambda *args: halving.reduce_scatter(*args),
-        "ring": lambda *args: ring_reduce_scatter(*args),
+        "pairwise": partial(on_pieces, alltoall.reduce_scatter),
+        "halving": halving.reduce_scatter,
+        "ring": ring_reduce_scatter,
     },
     "all_gather": {
-        "doubling": lambda *args: halving.all_gather(*args),
-        "pairwise": lambda x, sizes, comm: alltoall.all_gather(cut(x, sizes), comm),
-        "ring": lambda x, sizes, comm: ring.all_gather(cut(x, sizes), comm),
+        "doubling": halving.all_gather,
+        "pairwise": partial(on_pieces, alltoall.all_gather),
+        "ring": partial(on_pieces, ring.all_gather),
     },
-    "broadcast": {
-        "naive": lambda *args: tree.naive_broadcast(*args),
-        "tree": lambda *args: tree.broadcast(*args),
-    },
-    "reduce": {
-        "naive": lambda *args: tree.naive_reduce(*args),
-        "tree": lambda *args: tree.reduce(*args),
-    },
-    "all_to_all": {
-        "pairwise": lambda *args: alltoall.pairwise(*args),
-        "bruck": lambda *args: alltoall.bruck(*args),
-    },
+    "broadcast": {"naive": tree.naive_broadcast, "tree": tree.broadcast},
+    "reduce": {"naive": tree.naive_reduce, "tree": tree.reduce},
+    "all_to_all": {"pairwise": alltoall.pairwise, "bruck": alltoall.bruck},
 }
 
 # Where it has a choice, best first when times are equal; the others are taken only by name.
@@ -65,7 +86,7 @@ AUTOMATIC = {
 }
 
 
-@cache
+@lru_cache(maxsize=4096)
 def chosen(collective, nbytes, p, constants=(ALPHA, BETA, GAMMA)):
     """Name the algorithm of the automatic choice, for nbytes (of the full array) on p ranks."""
     candidates = AUTOMATIC[collective]
@@ -81,22 +102,3 @@ def find(collective, algorithm, nbytes, p):
         raise ValueError(f"{collective} has no algorithm {name!r}; it has "
                          + ", ".join(ALGORITHMS[collective]))
     return name, ALGORITHMS[collective][name]
-
-
-def ring_reduce_scatter(x, sizes, mine, comm, op):
-    """The ring's, which works in place, on a copy of x."""
-    work = comm.scratch(x.size, x.dtype, slot=1)
-    work[...] = x
-    pieces = cut(work, sizes)
-    ring.reduce_scatter(pieces, comm, op)
-    mine[...] = pieces[comm.rank]
-
-
-GROUPS = WeakKeyDictionary()
-
-
-def node_groups(comm):
-    """My node's group and my rail, formed at the first call."""
-    if comm not in GROUPS:
-        GROUPS[comm] = hierarchical.groups(comm)
-    return GROUPS[comm]

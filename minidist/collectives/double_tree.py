@@ -68,12 +68,18 @@ def pipeline(x, comm, chunk_bytes):
 def first_tree(rank, size):
     """My (parent, children) in a binary tree whose leaves are the odd ranks; its root is 0.
 
-    The lowest set bit of a rank is its height: 4 is above 2 and 6, and they above 1, 3, 5, 7."""
+    The lowest set bit of a rank is how far below it its children are, twice.  For 8 ranks:
+
+        rank      0     1     2     3     4     5     6     7
+        binary    000   001   010   011   100   101   110   111
+        bit       -     1     2     1     4     1     2     1
+        parent    -     2     4     2     0     6     4     6
+    """
     if rank == 0:
         below = 1 << (size - 1).bit_length() >> 1
         return None, [below] if size > 1 else []
     bit = rank & -rank
-    up = (rank ^ bit) | bit << 1
+    up = (rank ^ bit) | bit << 1         # clear the lowest set bit, set the next: 5 = 101 -> 110
     parent = up if up < size else rank ^ bit
     right = next((rank + down for down in powers_below(bit) if rank + down < size), None)
     children = [rank - bit // 2] if bit > 1 else []
@@ -88,12 +94,12 @@ def powers_below(bit):
 def second_tree(rank, size):
     """My (parent, children) in the tree whose inner ranks are the leaves of the first.
 
-    It is the first tree mirrored, or, if the number of ranks is odd, shifted by one."""
-    def there(other):
-        return size - 1 - other if size % 2 == 0 else (other - 1) % size
+    It is the first tree with other numbers on its ranks."""
+    parent, children = first_tree(relabel(rank, size, -1), size)
+    return (None if parent is None else relabel(parent, size, 1),
+            [relabel(child, size, 1) for child in children])
 
-    def back(other):
-        return size - 1 - other if size % 2 == 0 else (other + 1) % size
 
-    parent, children = first_tree(there(rank), size)
-    return None if parent is None else back(parent), [back(child) for child in children]
+def relabel(rank, size, by):
+    """Mirror a rank's number; if the number of ranks is odd, shift it by one place instead."""
+    return size - 1 - rank if size % 2 == 0 else (rank + by) % size

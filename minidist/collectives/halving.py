@@ -9,39 +9,39 @@ Ranks whose numbers differ in one bit swap halves of what they still share, the 
 
 and the same steps backwards, without adding, double the range that each holds.
 
-    price per rank   2 log2 p messages, 2(p-1)/p of the vector; if p is not a power of two, those
-                     who help a rank outside the team send the whole vector once more
+    price per rank   2 log2 p messages, 2(p-1)/p of the vector; if p is not a power of two, a rank
+                     into which another is folded sends the whole vector once more
 
 Lesson: mpirun -n 4 python -m lessons.ring
 Paper:  Rabenseifner 2004, "Optimization of collective reduction operations"
 """
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from minidist.collectives.ring import spans
-from minidist.collectives.tree import bits, place, team
+from minidist.collectives.tree import bits, folded, place, team
 from minidist.cost import chunks
 
 
 def reduce_scatter(x, sizes, mine, comm, op=np.add):
-    """Sum over ranks into mine, rank r's piece r; x stays as it is.  [n]
+    """Sum over ranks into mine, rank r's piece r.  [n]
 
-    Collective: every rank calls.  sizes: the length of each rank's piece, a tuple."""
+    Collective: every rank calls.  sizes: the length of each rank's piece, a tuple.  x stays as it
+    is, unless it is the working copy of whoever calls."""
     role = role_of(comm.rank, sizes)
-    if role.helper is not None:                             # outside the team: give all, get mine
-        comm.send(x, role.helper)
-        comm.recv(mine, role.helper)
+    if role.into is not None:                               # folded: give all, get mine
+        comm.send(x, role.into)
+        comm.recv(mine, role.into)
         return
-    work = comm.scratch(x.size, x.dtype, slot=1)
-    if role.leaning is not None:
-        x = op(x, comm.recv(comm.scratch(x.size, x.dtype), role.leaning), out=work)
+    work = comm.scratch(x.size, x.dtype, slot=1)            # may be x: element i only goes to i
+    if role.guest is not None:
+        x = op(x, comm.recv(comm.scratch(x.size, x.dtype), role.guest), out=work)
     x = halve(x, role.steps, comm, op, out=work)
     mine[...] = x[role.mine]
-    if role.leaning is not None:
-        comm.send(x[role.theirs], role.leaning)
+    if role.guest is not None:
+        comm.send(x[role.theirs], role.guest)
 
 
 def all_gather(x, sizes, comm):
@@ -49,32 +49,25 @@ def all_gather(x, sizes, comm):
 
     Collective: every rank calls.  sizes: the length of each rank's piece, a tuple."""
     role = role_of(comm.rank, sizes)
-    if role.helper is not None:                             # outside the team: give mine, get all
-        comm.send(x[role.mine], role.helper)
-        comm.recv(x, role.helper)
+    if role.into is not None:                               # folded: give mine, get all
+        comm.send(x[role.mine], role.into)
+        comm.recv(x, role.into)
         return
-    if role.leaning is not None:
-        comm.recv(x[role.theirs], role.leaning)
+    if role.guest is not None:
+        comm.recv(x[role.theirs], role.guest)
     double(x, role.steps, comm)
-    if role.leaning is not None:
-        comm.send(x, role.leaning)
+    if role.guest is not None:
+        comm.send(x, role.guest)
 
 
 def all_reduce(x, comm, op=np.add):
     """Sum in place over ranks: halve, then double.  [n]
 
     Collective: every rank calls.  One rank finishes each piece, so all ranks agree bitwise."""
-    role = role_of(comm.rank, tuple(chunks(x.size, comm.size)))
-    if role.helper is not None:                             # outside the team: give all, get all
-        comm.send(x, role.helper)
-        comm.recv(x, role.helper)
-        return
-    if role.leaning is not None:
-        op(x, comm.recv(comm.scratch(x.size, x.dtype), role.leaning), out=x)
-    halve(x, role.steps, comm, op, out=x)
-    double(x, role.steps, comm)
-    if role.leaning is not None:
-        comm.send(x, role.leaning)
+    steps = role_of(comm.rank, tuple(chunks(x.size, comm.size))).steps
+    with folded(x, comm, op):
+        halve(x, steps, comm, op, out=x)
+        double(x, steps, comm)
 
 
 def halve(x, steps, comm, op, out):
@@ -97,28 +90,30 @@ def double(x, steps, comm):
 
 
 class Role(NamedTuple):
-    """What a rank does: its steps within the team, or who works for it; and where pieces lie."""
+    """What a rank does: its steps within the team, or whom it is folded into; where pieces lie."""
     steps: tuple                    # (partner, my block of ranges, the partner's), nearest first
-    helper: int | None              # who works for me, if I am outside the team
-    leaning: int | None             # for whom I work besides
+    into: int | None                # as in tree.Place
+    guest: int | None
     mine: slice                     # my piece
-    theirs: slice | None            # the piece of the rank that leans on me
+    theirs: slice | None            # my guest's piece
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def role_of(rank, sizes):
     """Work out a rank's Role, for pieces of these sizes.
 
     Blocks are 1, 2, 4, ... members' ranges long.  A member's range is its piece, and, just left
-    of it, the piece of the rank that leans on it."""
-    p = len(sizes)
-    partners, helper, leaning = place(rank, p)
-    theirs = None if leaning is None else spans(sizes)[leaning]
-    steps, members, ends = [], team(p), list(accumulate(sizes))
-    bounds = [0, *(ends[member] for member in members)]
+    of it, its guest's."""
+    p, where = len(sizes), spans(sizes)
+    partners, into, guest = place(rank, p)
+    if into is not None:
+        return Role((), into, None, where[rank], None)
+    steps, members = [], team(p)
+    bounds = [0, *(where[member].stop for member in members)]
+    mine = members.index(rank)
     for bit, partner in zip(bits(p), partners):
-        mine = members.index(rank)
-        first, other = mine & -bit, mine & -bit ^ bit
+        first = mine & -bit
+        other = first ^ bit
         steps.append((partner, slice(bounds[first], bounds[first + bit]),
                       slice(bounds[other], bounds[other + bit])))
-    return Role(tuple(steps), helper, leaning, spans(sizes)[rank], theirs)
+    return Role(tuple(steps), None, guest, where[rank], None if guest is None else where[guest])

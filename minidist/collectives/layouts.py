@@ -10,6 +10,7 @@ Lesson: mpirun -n 4 python -m lessons.collectives
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
+from operator import index
 from typing import NamedTuple
 
 import numpy as np
@@ -57,10 +58,12 @@ class Layout(NamedTuple):
 def layout(shape, dim, sizes, p):
     """Cut a shape along dim into these sizes, by default as even as possible -> Layout"""
     sizes = chunks(shape[dim], p) if sizes is None else sizes
-    before = (slice(None),) * (dim % len(shape))
-    index = tuple((*before, slice(end - size, end)) for size, end in zip(sizes, accumulate(sizes)))
-    shapes = tuple(along(shape, dim, size) for size in sizes)
-    return Layout(shape, index, shapes, tuple(map(prod, shapes)), prod(shape[:len(before)]) == 1)
+    dim %= len(shape)
+    before, after = shape[:dim], shape[dim + 1:]
+    whole, around = (slice(None),) * dim, prod(before) * prod(after)
+    where = tuple((*whole, slice(end - size, end)) for size, end in zip(sizes, accumulate(sizes)))
+    return Layout(shape, where, tuple((*before, size, *after) for size in sizes),
+                  tuple(size * around for size in sizes), prod(before) == 1)
 
 
 def gathered(shape, dim, sizes, p):
@@ -94,17 +97,19 @@ def checked(sizes, length, comm):
     """Refuse sizes that do not cut this length into a piece for every rank -> a tuple, or None"""
     if sizes is None:
         return None
-    if len(sizes) != comm.size or sum(sizes) != length:
+    sizes = tuple(map(index, sizes))                        # 2.0 would be found as 2 in a cache
+    if len(sizes) != comm.size or sum(sizes) != length or min(sizes) < 0:
         raise ValueError(f"sizes {list(sizes)} must be {comm.size} numbers, one per rank of "
-                         f"'{comm.name}', with sum {length}")
-    return tuple(sizes)
+                         f"'{comm.name}', none below 0, with sum {length}")
+    return sizes
 
 
 def checked_mine(sizes, length, comm):
     """Refuse a piece that is not as long as sizes says -> a tuple, or None"""
     if sizes is None:
         return None
-    if len(sizes) != comm.size or sizes[comm.rank] != length:
+    sizes = tuple(map(index, sizes))
+    if len(sizes) != comm.size or sizes[comm.rank] != length or min(sizes) < 0:
         raise ValueError(f"rank {comm.rank} of {comm.size} in '{comm.name}' holds a piece of "
                          f"{length}, but sizes is {list(sizes)}")
-    return tuple(sizes)
+    return sizes

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from minidist.cost import chunks
+from minidist import cost
 
 
 def reduce_scatter(chunks, comm, op=np.add):
@@ -43,7 +43,7 @@ def all_reduce(x, comm, op=np.add):
 
     Collective: every rank calls.  Chunk c is summed in the order x_(c+1), x_(c+2), ..., x_c and
     then copied: the result is bitwise the same on every rank, and in every run."""
-    pieces = cut(x, chunks(x.size, comm.size))
+    pieces = cut(x, cost.chunks(x.size, comm.size))
     reduce_scatter(pieces, comm, op)
     all_gather(pieces, comm)
 

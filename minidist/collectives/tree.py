@@ -18,6 +18,7 @@ Lesson: mpirun -n 4 python -m lessons.ring
 Paper:  Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations
         in MPICH"
 """
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
@@ -107,32 +108,44 @@ def recursive_doubling(x, comm, op=np.add):
     """Sum in place over ranks, exchanging the whole vector with one partner per bit.  [n]
 
     Collective: every rank calls.  Partners add the same two numbers, so all ranks agree bitwise."""
-    partners, helper, leaning = place(comm.rank, comm.size)
-    if helper is not None:                                  # outside the team: give all, get all
-        comm.send(x, helper)
-        comm.recv(x, helper)
-        return
-    incoming = comm.scratch(x.size, x.dtype)
-    if leaning is not None:
-        op(x, comm.recv(incoming, leaning), out=x)
-    for partner in partners:
-        op(x, comm.sendrecv(x, partner, incoming, partner), out=x)
-    if leaning is not None:
-        comm.send(x, leaning)
+    with folded(x, comm, op) as partners:
+        incoming = comm.scratch(x.size, x.dtype)
+        for partner in partners:
+            op(x, comm.sendrecv(x, partner, incoming, partner), out=x)
 
 
-# --- Where a power of two is needed, the ranks outside a team lean on their right neighbours. ---
+# --- Folding: where a power of two is needed, the extra ranks are folded into others. ---
+#
+# Of p ranks with e more than a power of two, ranks 0, 2, ... 2e-2 are each folded into their right
+# neighbour: it takes part for both, and hands back the result.  All others are the team.
+
+@contextmanager
+def folded(x, comm, op):
+    """Fold x of the extra ranks into the team's; yield my partners there; unfold the result.
+
+    A rank that is folded gives all of x, has no partners, and gets all of x at the end."""
+    partners, into, guest = place(comm.rank, comm.size)
+    if into is not None:
+        comm.send(x, into)
+    elif guest is not None:
+        op(x, comm.recv(comm.scratch(x.size, x.dtype), guest), out=x)
+    yield partners
+    if into is not None:
+        comm.recv(x, into)
+    elif guest is not None:
+        comm.send(x, guest)
+
 
 class Place(NamedTuple):
     """What a rank does where only a power of two can work."""
     partners: tuple                 # members whose places differ from mine in bit 1, 2, 4, ...
-    helper: int | None              # who works for me, if I am outside the team
-    leaning: int | None             # for whom I work besides
+    into: int | None                # the member that I am folded into, if I am
+    guest: int | None               # the rank that is folded into me, if one is
 
 
 @cache
 def team(size):
-    """The ranks that do the work, a power of two; of 6 ranks 0 leans on 1, 2 on 3: 1, 3, 4, 5."""
+    """The ranks that are not folded, a power of two; of 6 ranks 0 goes into 1, 2 into 3: 1 3 4 5"""
     extra = size - (1 << size.bit_length() - 1)
     return (*range(1, 2 * extra, 2), *range(2 * extra, size))
 

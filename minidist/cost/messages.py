@@ -10,6 +10,7 @@ Shares no code with the algorithms, so that predicting and counting check each o
 
 Lesson: mpirun -n 4 python -m lessons.collectives
 """
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -79,14 +80,14 @@ def all_reduce(algorithm, p, n, itemsize, rank):
                 + all_gather("ring", sizes, itemsize, rank))
     if algorithm == "double_tree":
         return double_tree(p, n, itemsize, rank)
-    place, helps, log = team_place(p, rank)
+    place, guests, log = fold(p, rank)
     if place is None:                                       # gives away all, gets back all
         return Price(2, 1, n * itemsize)
     if algorithm == "recursive_doubling":
-        return Price(log + 2 * helps, log + helps, (log + helps) * n * itemsize)
-    ranges = team_ranges(chunks(n, p))
-    sent = n - ranges[place] + doubled(ranges, place) + helps * n
-    return Price(2 * log + 2 * helps, 2 * log + helps, sent * itemsize)
+        return Price(log + 2 * guests, log + guests, (log + guests) * n * itemsize)
+    ranges = folded(chunks(n, p))
+    sent = n - ranges[place] + doubled(ranges, place) + guests * n
+    return Price(2 * log + 2 * guests, 2 * log + guests, sent * itemsize)
 
 
 def reduce_scatter(algorithm, sizes, itemsize, rank):
@@ -94,11 +95,11 @@ def reduce_scatter(algorithm, sizes, itemsize, rank):
     p, n = len(sizes), sum(sizes)
     if algorithm in ("ring", "pairwise"):
         return Price(p - 1, p - 1, (n - sizes[rank]) * itemsize)
-    place, helps, log = team_place(p, rank)
+    place, guests, log = fold(p, rank)
     if place is None:
         return Price(2, 1, n * itemsize)
-    sent = n - team_ranges(sizes)[place] + (sizes[rank - 1] if helps else 0)
-    return Price(log + 2 * helps, log + helps, sent * itemsize)
+    sent = n - folded(sizes)[place] + guests * sizes[rank - 1]
+    return Price(log + 2 * guests, log + guests, sent * itemsize)
 
 
 def all_gather(algorithm, sizes, itemsize, rank):
@@ -108,11 +109,11 @@ def all_gather(algorithm, sizes, itemsize, rank):
         return Price(p - 1, p - 1, (p - 1) * sizes[rank] * itemsize)
     if algorithm == "ring":
         return Price(p - 1, p - 1, (n - sizes[(rank + 1) % p]) * itemsize)
-    place, helps, log = team_place(p, rank)
+    place, guests, log = fold(p, rank)
     if place is None:
         return Price(2, 1, sizes[rank] * itemsize)
-    sent = doubled(team_ranges(sizes), place) + helps * n
-    return Price(log + 2 * helps, log + helps, sent * itemsize)
+    sent = doubled(folded(sizes), place) + guests * n
+    return Price(log + 2 * guests, log + guests, sent * itemsize)
 
 
 def broadcast(algorithm, p, n, itemsize, rank, root=0):
@@ -180,10 +181,10 @@ def hierarchical(nodes, n, itemsize, rank):
     return price
 
 
-def team_place(p, rank):
-    """(place in the largest power of two, whether it helps a left neighbour, log2 of the team)
+def fold(p, rank):
+    """(place in the largest power of two, number of ranks folded into it, log2 of that power)
 
-    A rank outside the team has no place: it leans on its right neighbour."""
+    A rank that is folded into its right neighbour has no place."""
     log = p.bit_length() - 1
     extra = p - (1 << log)
     if rank >= 2 * extra:
@@ -191,8 +192,8 @@ def team_place(p, rank):
     return (rank // 2, 1, log) if rank % 2 else (None, 0, log)
 
 
-def team_ranges(sizes):
-    """How many elements each member of the team answers for: its own, and of whom it helps."""
+def folded(sizes):
+    """Fold the pieces of extra ranks into those of their right neighbours: a power of two remain"""
     extra = len(sizes) - (1 << len(sizes).bit_length() - 1)
     return [sizes[2 * i] + sizes[2 * i + 1] for i in range(extra)] + list(sizes[2 * extra:])
 
@@ -217,6 +218,50 @@ def inner_children(p, place):
 
 
 # --- Time: what the automatic choice compares, and a benchmark fits. ---
+#
+# For even sizes, of the rank that has most to do: (steps, bytes sent, bytes added), the last two as
+# multiples of the full array's bytes.  Two constants are fitted, to the benchmark that choice.py's
+# ALPHA comes from: p - 1 messages that share one wait take as long as 0.6 p steps, more than one
+# and fewer than p - 1; and halving, which keeps its partial sums in a second array, takes as long
+# as if it sent half an array more.
+
+AT_ONCE, SECOND_ARRAY = 0.6, 0.5
+TERMS = {
+    ("all_reduce", "naive"): lambda p: (2 * (p.ranks - 1), 2 * (p.ranks - 1), p.ranks - 1),
+    ("all_reduce", "tree"): lambda p: (2 * p.levels, 2 * p.levels, p.levels),
+    ("all_reduce", "recursive_doubling"):
+        lambda p: (p.bits + 2 * p.folds, p.bits + 2 * p.folds, p.bits + p.folds),
+    ("all_reduce", "halving_doubling"):
+        lambda p: (2 * p.bits + 2 * p.folds, 2 * p.halved + 2 * p.folds, p.halved + p.folds),
+    ("all_reduce", "ring"): lambda p: (2 * (p.ranks - 1), 2 * p.cut, p.cut),
+    ("reduce_scatter", "pairwise"): lambda p: (p.at_once, p.cut, p.cut),
+    ("reduce_scatter", "ring"): lambda p: (p.ranks - 1, p.cut, p.cut),
+    ("reduce_scatter", "halving"): lambda p: (
+        p.bits + 2 * p.folds, p.halved + 2 * p.folds + SECOND_ARRAY, p.halved + p.folds),
+    ("all_gather", "pairwise"): lambda p: (p.at_once, p.cut, 0),
+    ("all_gather", "ring"): lambda p: (p.ranks - 1, p.cut, 0),
+    ("all_gather", "doubling"): lambda p: (p.bits + 2 * p.folds, p.halved + 2 * p.folds, 0),
+}
+
+
+class Ranks(NamedTuple):
+    """What the terms need to know of a number of ranks."""
+    ranks: int
+    bits: int                       # log2 of the ranks that are left after folding
+    levels: int                     # of a binomial tree
+    folds: int                      # 1 if some rank is folded: its whole array goes once more
+    cut: float                      # an array less one rank's piece
+    halved: float                   # the same, among the ranks that are left
+    at_once: float                  # steps that p - 1 messages under one wait are worth
+
+
+@cache
+def ranks(p):
+    """Work out Ranks."""
+    bits = p.bit_length() - 1
+    return Ranks(p, bits, (p - 1).bit_length(), int(p != 1 << bits), (p - 1) / p,
+                 1 - 1 / (1 << bits), AT_ONCE * p if p > 1 else 0)
+
 
 def seconds(collective, algorithm, p, nbytes, alpha, beta, gamma):
     """Predict the time of a collective over p ranks, for nbytes of the full array.
@@ -227,23 +272,6 @@ def seconds(collective, algorithm, p, nbytes, alpha, beta, gamma):
 
 
 def terms(collective, algorithm, p, nbytes):
-    """(steps, bytes sent, bytes added) of the rank that has most to do, sizes taken as even."""
-    log, up = p.bit_length() - 1, (p - 1).bit_length()
-    odd = int(p != 1 << log)                                # some rank helps another: once more all
-    cut, halved = (p - 1) / p, 1 - 1 / (1 << log)
-    at_once = 0.6 * p if p > 1 else 0                       # p - 1 messages that share one wait
-    steps, sent, added = {
-        ("all_reduce", "naive"): (2 * (p - 1), 2 * (p - 1), p - 1),
-        ("all_reduce", "tree"): (2 * up, 2 * up, up),
-        ("all_reduce", "recursive_doubling"): (log + 2 * odd, log + 2 * odd, log + odd),
-        ("all_reduce", "halving_doubling"): (2 * log + 2 * odd, 2 * halved + 2 * odd, halved + odd),
-        ("all_reduce", "ring"): (2 * (p - 1), 2 * cut, cut),
-        ("reduce_scatter", "pairwise"): (at_once, cut, cut),
-        ("reduce_scatter", "ring"): (p - 1, cut, cut),
-        # halving keeps partial sums in a second array: as good as half a message more
-        ("reduce_scatter", "halving"): (log + 2 * odd, halved + 2 * odd + 0.5, halved + odd),
-        ("all_gather", "pairwise"): (at_once, cut, 0),
-        ("all_gather", "ring"): (p - 1, cut, 0),
-        ("all_gather", "doubling"): (log + 2 * odd, halved + 2 * odd, 0),
-    }[collective, algorithm]
+    """Look up (steps, bytes sent, bytes added) of the rank that has most to do."""
+    steps, sent, added = TERMS[collective, algorithm](ranks(p))
     return steps, sent * nbytes, added * nbytes
