@@ -15,7 +15,7 @@ import numpy as np
 
 from lessons import kit
 from minidist import cost, dp, ledger, step
-from minidist.engine import attention, nn, optim, tape
+from minidist.engine import attention, graph, nn, optim
 from minidist.engine.data import random_batch
 from minidist.engine.gpt import GPT, preset
 from minidist.mesh import DeviceMesh
@@ -91,7 +91,7 @@ def prove(lesson):
 
 # ---- breaks
 
-@kit.breaks(tape, "_buffer")
+@kit.breaks(graph, "buffer")
 def views_count(array):
     """A view counts as memory of its own, beside the array that it looks into.
 

@@ -2,7 +2,7 @@
 
   lifts   nothing     this is the load that all later lessons cut, move or recompute
   costs   all three   compute: 6 flops per parameter and token; memory: P + G + O + A; bandwidth
-  code    minidist/engine/: tensor.py, tape.py, functional.py, optim.py; minidist/ledger.py
+  code    minidist/engine/: tensor, graph, tape, functional, optim; minidist/ledger.py
   before  lessons.walls  (the three walls)                  next  lessons.memory
   run     python -m lessons.step        (one rank is enough: all would do the same)
 """

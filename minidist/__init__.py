@@ -1,6 +1,6 @@
 """Distributed training from scratch in NumPy and MPI.
 
-    engine/        one process       tape tensor attention functional nn optim data gpt
+    engine/        one process       tape graph tensor functional attention nn optim gpt data
     ranks/         how ranks talk,   comm wire counting buffers agree stream link threads processes
                    start and fail    report watch safety environment launch
     collectives/   arrays over       ring tree halving double_tree hierarchical alltoall

@@ -1,4 +1,5 @@
 """Batches depend on (seed, step) alone, and every target is the character that follows."""
+import itertools
 import unicodedata
 
 import numpy as np
@@ -101,10 +102,40 @@ def test_pieces_know_where_they_stand():
     tokens = rows.take_tokens(zigzag)
     np.testing.assert_array_equal(tokens.targets, batch.targets[[3, 1]][:, zigzag])
     assert list(tokens.positions) == list(tokens.stream) == [0, 1, 6, 7]
-    stream = tokens.take_stream(np.array([2, 3]))
+    stream = tokens.take_stream(1, 2)
     assert list(stream.stream) == [6, 7] and stream.tokens.shape == (2, 4)
     unlabelled = Batch.of(batch.tokens).take_rows([0]).take_tokens([1])
     assert unlabelled.targets is None
+
+
+def test_what_is_taken_first_does_not_matter():
+    """Rows, tokens and the stream, which is cut twice, in every order."""
+    tokens = np.array([1, 3, 4, 5, 8, 9, 10, 11])
+    takes = {"rows": lambda b: b.take_rows([2, 0]), "tokens": lambda b: b.take_tokens(tokens),
+             "half": lambda b: b.take_stream(1, 2), "quarter": lambda b: b.take_stream(0, 2)}
+    for order in itertools.permutations(takes):
+        if order.index("half") < order.index("quarter"):
+            batch = random_batch(13, 12, 3, seed=0, step=2)
+            for name in order:
+                batch = takes[name](batch)
+            assert list(batch.stream) == [8, 9] and list(batch.positions) == list(tokens)
+            assert batch.tokens.shape == batch.targets.shape == (2, 8) and list(batch.rows) == [2, 0]
+
+
+def test_a_stream_that_does_not_split():
+    with pytest.raises(BadInput, match="6 tokens .* do not split into 4 equal runs"):
+        _ = random_batch(13, 12, 3, 0, 0).take_stream(1, 4).take_tokens(np.arange(6)).stream
+
+
+def test_what_is_not_there_is_not_counted_or_spelled():
+    with pytest.raises(ValueError, match="without targets"):
+        _ = Batch.of(np.zeros((1, 2), int)).count
+    corpus = Corpus(TEXT, 8)
+    with pytest.raises(BadInput, match=f"'é' does not occur.* {corpus.vocab} others"):
+        corpus.encode("aé")
+    for wrong in (-1, corpus.vocab):
+        with pytest.raises(IndexError, match=f"id {wrong} .*there are {corpus.vocab}"):
+            corpus.decode([0, wrong])
 
 
 def test_micro_batches_cover_the_batch_once():

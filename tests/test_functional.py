@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from minidist.engine import attention, tape
+from minidist.engine import attention, graph
 from minidist.engine import functional as F
 from minidist.engine.tensor import Tensor, graph_bytes, no_grad, run_deferred
 from tests.gradcheck import check_op, check_torch, close, inputs, torch, value_and_gradients
@@ -90,7 +90,7 @@ def test_every_operation_keeps_its_dtype(name, dtype):
     fn, _, *shapes = OPERATIONS[name]
     xs = [Tensor(x.astype(dtype), requires_grad=True) for x in inputs(shapes)]
     y = fn(*xs)
-    kept = [a.dtype for a in tape._captured(y.node.vjp) if a.dtype.kind == "f"]
+    kept = [a.dtype for a in graph.captured(y.node.vjp) if a.dtype.kind == "f"]
     assert {y.dtype, *kept} == {np.dtype(dtype)}
     y.backward(np.ones(y.shape))
     assert {x.grad.dtype for x in xs} == {np.dtype(dtype)}

@@ -7,6 +7,7 @@ import pytest
 from minidist.engine import functional as F
 from minidist.engine.data import Batch
 from minidist.engine.nn import Dropout, Embedding, LayerNorm, Linear, Module, Parameter, init
+from minidist.engine.optim import SGD
 from minidist.engine.tensor import Tensor
 from tests.models import tiny
 
@@ -71,6 +72,48 @@ def test_frozen_parameter_gets_no_gradient():
     assert pair.one.weight.grad is None and pair.one.bias.grad is not None
 
 
+class Nested(Module):
+    def __init__(self, shared):
+        self.layers = [Linear("a", 2, 3), (Linear("b", 2, 2, bias=False), 7)]
+        self.table = {"deep": {"er": [Linear("c", 2, 2, bias=False)]}, "scale": parameter("d")}
+        self.loose = [parameter("e"), "text"]
+        self.again = {"shared": shared}, shared
+
+    def forward(self, x):
+        for layer in (self.layers[0], self.layers[1][0], self.table["deep"]["er"][0]):
+            x = layer(x)
+        return self.again[1](x * self.table["scale"] * self.loose[0])
+
+
+def parameter(name):
+    return Parameter(np.array([2.0, 3.0], np.float32), name)
+
+
+def test_containers_are_walked():
+    """Lists, tuples and dicts however nested, also with a parameter in them: all of them train."""
+    nested = Nested(Linear("f", 1, 2, bias=False))
+    x = Tensor(np.ones((4, 3), np.float32))
+    params = dict(nested.named_parameters())
+    assert sorted(params) == ["a.bias", "a.weight", "b.weight", "c.weight", "d", "e", "f.weight"]
+    places = {p.name: place for _, place, p in nested.slots()}
+    assert places["d"] == "table.scale" and places["e"] == "loose.0" and places["a.bias"] == "bias"
+    assert [type(m) for m in nested.modules()] == [Nested] + 4 * [Linear]      # the shared one once
+    before, step = {n: p.data.copy() for n, p in params.items()}, SGD(params.values(), lr=1.0)
+    nested(x).backward(np.ones((4, 1), np.float32))
+    step.step()
+    assert all(p.grad.any() and (p.data != before[n]).any() for n, p in params.items())
+    with pytest.raises(ValueError, match="optimizer without parameters"):
+        SGD(Module().parameters(), lr=1.0)
+
+
+def test_shape_and_dtype_survive_freed_data():
+    p = Parameter(np.ones((4, 2), np.float32), "p")
+    p.data = None
+    assert (p.shape, p.ndim, p.size, p.dtype) == ((4, 2), 2, 8, np.float32)
+    p.data = np.ones(3)
+    assert (p.shape, p.ndim, p.size, p.dtype) == ((3,), 1, 3, np.float64)
+
+
 # ---------------------------------------------------------------- initial values
 
 def test_initial_values_come_from_seed_and_name():
@@ -115,8 +158,10 @@ def test_mask_depends_on_place_and_step_alone():
     part = drop(Tensor(np.ones((2, 6, 8))), whole().take_rows(rows)).data
     np.testing.assert_array_equal(part, full[rows])
     places = np.array([0, 5])
-    part = drop(Tensor(np.ones((4, 2, 8))), whole().take_stream(places)).data
+    part = drop(Tensor(np.ones((4, 2, 8))), whole().take_tokens(places)).data
     np.testing.assert_array_equal(part, full[:, places])
+    part = drop(Tensor(np.ones((4, 2, 8))), whole().take_stream(1, 3)).data
+    np.testing.assert_array_equal(part, full[:, 2:4])
 
 
 def test_masks_differ_where_they_must():

@@ -8,6 +8,7 @@ import weakref
 import numpy as np
 import pytest
 
+from minidist.engine import graph
 from minidist.engine import tensor as T
 from minidist.engine.tensor import Part, Tensor, graph_bytes, no_grad
 from tests.gradcheck import check_op, check_torch, torch
@@ -192,6 +193,27 @@ def test_leaf_gradients_are_contiguous():
     assert np.array_equal(x.grad, 2 * np.arange(6.0).reshape(3, 2).T)
 
 
+def test_losses_are_seeded_with_their_scale():
+    """Its own, of the backward that runs: an explicit seed of a scalar is one, else what is set."""
+    x, seen = leaf(2), []
+
+    def loss(g_inner=None):
+        def vjp(g):
+            seen.append(T.loss_scale())
+            if g_inner is not None:
+                loss().backward(g_inner)                    # a recomputation's
+            return (g,)
+        return Tensor(x.data, (x,), vjp)
+    with T.scale_losses(8):
+        loss().backward()
+        (loss() * np.ones(3)).backward(np.full(3, 5.0))     # from an activation's gradient
+        loss().backward(2.0)
+        loss(7.0).backward(3.0)
+    loss().backward()
+    assert seen == [8, 8, 2, 3, 3, 1] and T.loss_scale() == 1
+    assert x.grad == 8 + 15 + 2 + (3 + 7) + 1
+
+
 def test_seeds_in_any_layout():
     g = np.arange(6.0).reshape(2, 3)
     strided, narrow = np.repeat(g, 2, 1)[:, ::2], g.astype(np.float32)
@@ -350,6 +372,24 @@ def test_changes_that_do_no_harm():
         w[:] = 3.0
     z = x * w                                               # made after the change
     z.sum().backward()
+    with pytest.raises(RuntimeError, match="mul needs"):
+        y.sum().backward()
+
+
+def test_changes_are_forgotten_when_their_memory_dies():
+    """But those of arrays that live are not, whatever view was written."""
+    x, before = leaf(np.ones((2, 3))), len(graph._changes.when)
+    y = x * x
+    with no_grad():
+        x[0] = 7.0
+        many = [Tensor(np.zeros(2)) for _ in range(500)]
+        for t in many:
+            t[0] = Tensor(t.data[1:])[0] = 1.0
+    assert len(graph._changes.when) >= 1000
+    del many[1:], t
+    Tensor(np.zeros(2))[0] = 1.0
+    assert len(graph._changes.when) <= before + 1 + 2 + 1
+    assert len(graph._changes.owners) <= len(graph._changes.when)
     with pytest.raises(RuntimeError, match="mul needs"):
         y.sum().backward()
 

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from minidist.engine import tape, tensor
+from minidist.engine import graph, tape, tensor
 from minidist.engine.data import random_batch
 from minidist.engine.optim import SGD, AdamW
 from tests.gradcheck import relative
@@ -76,20 +76,20 @@ def test_one_dtype_through_the_whole_step(dtype, optimizer, monkeypatch):
     seen = []
 
     def note(*things):
-        seen.extend(a.dtype for a in tape._captured(*things) if a.dtype.kind == "f")
+        seen.extend(a.dtype for a in graph.captured(*things) if a.dtype.kind == "f")
 
-    make, add = tensor.Tensor.__init__, tape._Sums.add
+    make, add = tensor.Tensor.__init__, tape.Sum.add
 
     def noted_init(self, data, parents=(), vjp=None, **options):
         make(self, data, parents, vjp, **options)
         note(self.data, vjp)
 
-    def noted_add(self, target, c, ours=False):
+    def noted_add(self, c, owned=False):
         note(np.asarray(c) if np.isscalar(c) else c)
-        add(self, target, c, ours)
+        add(self, c, owned)
 
     monkeypatch.setattr(tensor.Tensor, "__init__", noted_init)
-    monkeypatch.setattr(tape._Sums, "add", noted_add)
+    monkeypatch.setattr(tape.Sum, "add", noted_add)
     model = tiny(dtype, dropout=0.1)
     step = optimizer(model.parameters())
     for i in range(2):

@@ -8,6 +8,7 @@ a run that starts at step 100 sees what a run from 0 would have seen.
 
 Lesson: python -m lessons.step
 """
+import functools
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,21 +26,23 @@ DEFAULT_SHA256 = "ebd08a57f815dc9c1beb08e159a53a0bb55e62d71ff6803478a9dd3cdb2d5e
 class Batch:
     """Hold tokens and where they stand in the global batch, whatever piece of it this is.
 
-    positions serve attention; stream holds the positions of the residual stream (they differ only
-    where the stream is cut and attention is not). step keys the dropout masks; None drops nothing.
+    positions serve attention, stream serves the residual stream: the same places, or one of equal
+    runs of them where the stream is cut and attention is not. Cuts are kept as (which run, of how
+    many), so that it does not matter what is taken first, a piece of the stream or of the tokens.
+    step keys the dropout masks; None drops nothing.
     """
     tokens: np.ndarray                      # [B, T] ids
     targets: np.ndarray | None              # [B, T] ids or IGNORE; None: no loss is asked for
     rows: np.ndarray                        # [B] which rows of the global batch
     positions: np.ndarray                   # [T] which places of the sequence
-    stream: np.ndarray                      # [t]
     step: int | None
+    cuts: tuple = ()                        # of the stream: (run, runs), one inside the other
 
     @classmethod
     def of(cls, tokens, targets=None, step=None):
         """Make a whole batch: all its rows, all its positions."""
         rows, length = tokens.shape
-        return cls(tokens, targets, np.arange(rows), np.arange(length), np.arange(length), step)
+        return cls(tokens, targets, np.arange(rows), np.arange(length), step)
 
     def take_rows(self, i):
         """Keep rows i."""
@@ -49,12 +52,22 @@ class Batch:
     def take_tokens(self, i):
         """Keep the tokens at places i of every row."""
         targets = None if self.targets is None else self.targets[:, i]
-        return replace(self, tokens=self.tokens[:, i], targets=targets,
-                       positions=self.positions[i], stream=self.positions[i])
+        return replace(self, tokens=self.tokens[:, i], targets=targets, positions=self.positions[i])
 
-    def take_stream(self, i):
-        """Keep places i of the residual stream, and all tokens."""
-        return replace(self, stream=self.stream[i])
+    def take_stream(self, run, runs):
+        """Keep one of so many equal runs of the residual stream, and all tokens."""
+        return replace(self, cuts=(*self.cuts, (run, runs)))
+
+    @functools.cached_property
+    def stream(self):
+        """Positions of the residual stream.  [t]"""
+        stream = self.positions
+        for run, runs in self.cuts:
+            if len(stream) % runs:
+                raise BadInput(f"{len(stream)} tokens of the residual stream do not split into "
+                               f"{runs} equal runs")
+            stream = np.split(stream, runs)[run]
+        return stream
 
     def split(self, parts):
         """Cut into micro-batches by rows; with more parts than rows, some are empty."""
@@ -63,6 +76,8 @@ class Batch:
     @property
     def count(self):
         """Number of targets that count."""
+        if self.targets is None:
+            raise ValueError("a batch without targets has no count: nothing in it is a loss")
         return int(np.count_nonzero(self.targets != IGNORE))
 
 
@@ -88,11 +103,19 @@ class Corpus:
         return len(self.characters)
 
     def encode(self, text):
-        """Turn characters into ids."""
-        return [self.ids[c] for c in text]
+        """Turn characters into ids.  Raises BadInput for one that the text does not have."""
+        try:
+            return [self.ids[c] for c in text]
+        except KeyError as error:
+            raise BadInput(f"the character {error.args[0]!r} does not occur in the text that the "
+                           f"model learns from; it has {self.vocab} others") from None
 
     def decode(self, tokens):
         """Turn ids into characters."""
+        tokens = list(tokens)
+        wrong = [t for t in tokens if not 0 <= t < self.vocab]
+        if wrong:
+            raise IndexError(f"id {wrong[0]} is no character: there are {self.vocab}, from 0 on")
         return "".join(self.characters[t] for t in tokens)
 
     def batch(self, size, seed, step, split="train"):

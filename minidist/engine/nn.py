@@ -11,6 +11,7 @@ work, nor how often it is repeated, changes what is dropped.
 Lesson: python -m lessons.step
 """
 import functools
+import math
 import zlib
 
 import numpy as np
@@ -20,7 +21,10 @@ from minidist.engine.tensor import Tensor
 
 
 class Parameter(Tensor):
-    """Hold a trainable array under its one global name, and say how it lies on the ranks."""
+    """Hold a trainable array under its one global name, and say how it lies on the ranks.
+
+    `data = None` frees the array; shape and dtype stay those of the last one.
+    """
 
     def __init__(self, data, name):
         super().__init__(data, requires_grad=True)
@@ -30,6 +34,21 @@ class Parameter(Tensor):
         self.placements = {}                # mesh axis -> how it is cut there, in order of cutting
         self.partial = set()                # mesh axes over which its gradient is yet to be summed
         self.sliced = {}                    # mesh axis -> how only its optimizer state is cut there
+
+    @property
+    def data(self):
+        return self._data
+
+    @data.setter
+    def data(self, array):
+        self._data = array
+        if array is not None:
+            self._shape, self._dtype = array.shape, array.dtype
+
+    shape = property(lambda self: self._shape)
+    dtype = property(lambda self: self._dtype)
+    ndim = property(lambda self: len(self._shape))
+    size = property(lambda self: math.prod(self._shape))
 
 
 def init(name, shape, seed=0, std=0.02, dtype=np.float32):
@@ -41,8 +60,21 @@ def init(name, shape, seed=0, std=0.02, dtype=np.float32):
     return (std * np.random.Generator(bits).standard_normal(shape)).astype(dtype)
 
 
+def find(value, path=()):
+    """Yield (path, thing) for the modules and parameters in lists, tuples and dicts, however nested.
+
+    It does not look into a module it finds, nor into objects of other kinds.
+    """
+    if isinstance(value, (Module, Parameter)):
+        yield path, value
+    elif isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in list(items):
+            yield from find(inner, (*path, key))
+
+
 class Module:
-    """Hold parameters and modules as attributes; run `forward` when called."""
+    """Hold parameters and modules as attributes, or in containers held as one; run `forward`."""
 
     def __call__(self, *args):
         run = self.forward
@@ -55,25 +87,28 @@ class Module:
         self.__dict__.setdefault("wrappers", []).append(wrapper)
 
     def children(self):
-        """Yield the modules held as attributes, or in a dict held as one."""
-        for value in list(self.__dict__.values()):
-            if isinstance(value, Module):
-                yield value
-            elif isinstance(value, dict):
-                yield from (v for v in value.values() if isinstance(v, Module))
+        """Yield the modules held as attributes, or in lists, tuples and dicts held as one."""
+        yield from (thing for _, thing in find(self.__dict__) if isinstance(thing, Module))
 
     def modules(self):
-        """Yield this module and all below it."""
-        yield self
-        for child in self.children():
-            yield from child.modules()
+        """List this module and all below it, each once."""
+        found, todo = {}, [self]
+        while todo:
+            module = todo.pop()
+            if id(module) not in found:
+                found[id(module)] = module
+                todo += reversed(list(module.children()))
+        return list(found.values())
 
     def slots(self):
-        """Yield each place of a parameter: (module, attribute, parameter); tied ones twice."""
+        """Yield each place of a parameter: (module, "attribute", parameter); tied ones twice.
+
+        In a container the place reads "attribute.key".
+        """
         for module in self.modules():
-            for attribute, value in list(module.__dict__.items()):
-                if isinstance(value, Parameter):
-                    yield module, attribute, value
+            for path, thing in find(module.__dict__):
+                if isinstance(thing, Parameter):
+                    yield module, ".".join(map(str, path)), thing
 
     def parameters(self):
         """List the parameters, tied ones once, in the order of the forward pass."""

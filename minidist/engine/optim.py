@@ -39,6 +39,9 @@ class Optimizer:
 
     def __init__(self, params, lr, weight_decay):
         self.params = list(params)
+        if not self.params:
+            raise ValueError("an optimizer without parameters would train nothing: does the model "
+                             "keep its modules where Module.parameters() looks?")
         if len({p.name for p in self.params}) < len(self.params):
             raise ValueError("two parameters share a name; list tied parameters once")
         self.lr, self.weight_decay = lr, weight_decay

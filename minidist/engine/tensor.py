@@ -7,8 +7,8 @@ An operation is one function.  It computes its result in NumPy and says in a clo
         y = np.exp(x.data)
         return Tensor(y, (x,), lambda g: (g * y,))
 
-That is all an operation needs: strategies add theirs the same way.  What happens to the closures
-is the business of tape.py.  Results have the dtype of their Tensors: constants adapt to it.
+That is all an operation needs: strategies add theirs the same way.  graph.py says what the
+closures keep, tape.py when they run.  Results have the dtype of their Tensors: constants adapt.
 
 Lesson: python -m lessons.step
 """
@@ -16,12 +16,14 @@ import types
 
 import numpy as np
 
-from .tape import (Node, Part, after_backward, deliver, graph_bytes, is_grad_enabled,
-                   mark_changed, no_grad, propagate, replay, replaying, run_deferred)
+from .graph import Node, Part, graph_bytes, mark_changed
+from .tape import (Sum, after_backward, deliver, is_grad_enabled, loss_scale, no_grad, propagate,
+                   replay, replaying, run_deferred, scale_losses)
 
 __all__ = ["Node", "Part", "Tensor", "after_backward", "concatenate", "exp", "graph_bytes",
-           "is_grad_enabled", "log", "matmul", "max", "mean", "no_grad", "relu", "replay",
-           "replaying", "reshape", "run_deferred", "split", "sqrt", "sum", "tanh", "transpose"]
+           "is_grad_enabled", "log", "loss_scale", "matmul", "max", "mean", "no_grad", "relu",
+           "replay", "replaying", "reshape", "run_deferred", "scale_losses", "split", "sqrt", "sum",
+           "tanh", "transpose"]
 
 
 class Tensor:
@@ -91,13 +93,16 @@ class Tensor:
         """
         if grad is None and self.size != 1:
             raise RuntimeError(f"backward() from shape {self.shape} needs a gradient of that shape")
-        seed = np.ones_like(self.data) if grad is None else np.asarray(grad, self.dtype)
+        seed = (np.full_like(self.data, loss_scale()) if grad is None
+                else np.asarray(grad, self.dtype))
         if seed.shape != self.shape:
             raise ValueError(f"gradient of shape {seed.shape} for a Tensor of shape {self.shape}")
         if self.node is not None:
             propagate(self.node, seed, defer)
         elif self.leaf:
-            deliver(self, seed)
+            total = Sum()
+            total.add(seed)
+            deliver(self, total)
         else:
             raise RuntimeError("backward() from a Tensor that depends on no leaf")
 
