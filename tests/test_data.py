@@ -119,7 +119,8 @@ def test_what_is_taken_first_does_not_matter():
             for name in order:
                 batch = takes[name](batch)
             assert list(batch.stream) == [8, 9] and list(batch.positions) == list(tokens)
-            assert batch.tokens.shape == batch.targets.shape == (2, 8) and list(batch.rows) == [2, 0]
+            assert batch.tokens.shape == batch.targets.shape == (2, 8)
+            assert list(batch.rows) == [2, 0]
 
 
 def test_a_stream_that_does_not_split():

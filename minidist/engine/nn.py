@@ -61,7 +61,7 @@ def init(name, shape, seed=0, std=0.02, dtype=np.float32):
 
 
 def find(value, path=()):
-    """Yield (path, thing) for the modules and parameters in lists, tuples and dicts, however nested.
+    """Yield (path, thing) for the modules and parameters in nested lists, tuples and dicts.
 
     It does not look into a module it finds, nor into objects of other kinds.
     """
