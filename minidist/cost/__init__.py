@@ -3,6 +3,7 @@
     messages      a collective over p ranks           cost.all_reduce("ring", p, n, itemsize, rank)
     model         one training step in one process    cost.gpt_flops(Sizes(...))
     strategies    what each strategy adds and saves   cost.tp(Sizes(...), Group(p, rank))
+                  all of a layout together            cost.step(Sizes(...), Layout(dp=2, tp=4))
 
 Bytes are bytes *sent* by one rank.  Imports no array, and knows no rank but its number.
 """
@@ -13,4 +14,5 @@ from minidist.cost.model import (                                               
     GPT3, Kept, Sizes, Work, at_least, attention_work, block_activations, gpt_activations,
     gpt_flops, gpt_parameters, linear_work, textbook_activations, tiles)
 from minidist.cost.strategies import (                                           # noqa: F401
-    between_cuts, ddp, dp, sp, tp, tp_block_activations, tp_keys, tp_parameters)
+    Layout, between_cuts, ddp, dp, sp, step, tp, tp_activations, tp_block_activations, tp_keys,
+    tp_parameters)

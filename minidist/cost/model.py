@@ -77,26 +77,37 @@ def gpt_parameters(sizes):
     return words + sizes.T * D + sizes.L * (attention + mlp + 4 * D) + 2 * D
 
 
-def block_activations(sizes):
+class Share(NamedTuple):
+    """What one rank has of a block; in one process, everything."""
+    heads: int                  # query heads
+    kv: int                     # numbers per token in its keys and values
+    hidden: int                 # hidden units of the MLP
+    stream: int                 # tokens of the residual stream
+    inputs: int                 # tokens that it keeps of the input of qkv and fc1
+
+
+def block_activations(sizes, share=None):
     """List what one block keeps for backward, operation by operation.
 
     An array is listed where it is first needed: the output of one operation is often the input
     that the next one keeps. A view, and a sum, keep nothing.
     """
-    B, T, D, H, N, w = sizes.B, sizes.T, sizes.D, sizes.H, sizes.N, sizes.w
+    B, T, D, N, w = sizes.B, sizes.T, sizes.D, sizes.N, sizes.w
+    own = share or Share(sizes.H, sizes.kv, sizes.F, N, N)
+    norm = Kept("layer_norm", "normalised rows, 1/deviation", "N D + N", own.stream * (D + 1) * w)
+    attention = N * (2 * own.heads * sizes.e + own.kv) + B * own.heads * tiles(T, sizes.tile)
     rows = [
-        Kept("layer_norm", "normalised rows, 1/deviation", "N D + N", (N * D + N) * w),
-        Kept("linear qkv", "its input", "N D", N * D * w),
-        Kept("attention", "q, k, v, output, weights", "N (2D + 2Ke) + B H T^2",
-             (N * (2 * D + sizes.kv) + B * H * tiles(T, sizes.tile)) * w),
+        norm,
+        Kept("linear qkv", "its input", "N D", own.inputs * D * w),
+        Kept("attention", "q, k, v, output, weights", "N (2D + 2Ke) + B H T^2", attention * w),
         Kept("linear proj", "its input, attention's output", "0", 0),
-        Kept("layer_norm", "normalised rows, 1/deviation", "N D + N", (N * D + N) * w),
-        Kept("linear fc1", "its input", "N D", N * D * w),
-        Kept("gelu", "its derivative", "4 N D", 4 * N * D * w),
-        Kept("linear fc2", "its input", "4 N D", 4 * N * D * w)]
+        norm,
+        Kept("linear fc1", "its input", "N D", own.inputs * D * w),
+        Kept("gelu", "its derivative", "4 N D", N * own.hidden * w),
+        Kept("linear fc2", "its input", "4 N D", N * own.hidden * w)]
     if sizes.dropout:
-        rows += [Kept("dropout", "mask of the weights", "B H T^2", B * H * T * T * w),
-                 Kept("dropout", "masks of the residuals", "2 N D", 2 * N * D * w)]
+        rows += [Kept("dropout", "mask of the weights", "B H T^2", B * own.heads * T * T * w),
+                 Kept("dropout", "masks of the residuals", "2 N D", 2 * own.stream * D * w)]
     return rows
 
 

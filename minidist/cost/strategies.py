@@ -1,13 +1,17 @@
 """What each strategy sends and holds in a training step, in closed form.
 
     cost.tp(sizes, cost.Group(p, rank, collectives.chosen))    ->  (forward, backward), two Prices
+    cost.step(sizes, cost.Layout(dp=2, tp=2), dp=0, tp=1)      ->  all that one rank sends and holds
 
-sizes are those of the whole model and of the whole batch that the group works on.
+sizes are those of the whole model and of the batch that the group works on.
 
 Lesson: mpirun -n 4 python -m lessons.tp
 """
-from minidist.cost.messages import NOTHING, Group, chunks
-from minidist.cost.model import block_activations
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from minidist.cost.messages import NOTHING, Group, always_ring, chunks
+from minidist.cost.model import Share, block_activations, gpt_activations
 
 
 # === Data parallelism: the gradients of one step ===
@@ -26,22 +30,53 @@ def dp(parameters, group, w):
     return group.all_reduce(len(parameters), 4) + ddp(parameters, group, w)
 
 
+def buckets(parameters, w, first, cap):
+    """Count the numbers in each bucket, flags included: it closes when it has reached its limit."""
+    found, limit = [[]], min(first, cap)
+    for numbers in parameters:
+        found[-1].append(numbers)
+        if sum(found[-1]) * w >= limit:
+            found.append([])
+            limit = cap
+    return [sum(bucket) + len(bucket) for bucket in found if bucket]
+
+
 # === Tensor and sequence parallelism: p ranks cut each layer of the GPT ===
 
+def tp_shapes(sizes, group):
+    """List the numbers in each parameter that one rank holds, in the order of the forward pass.
+
+    -> [(numbers, is it cut?)]: matrices are; norms, row biases and positions are whole."""
+    D, share = sizes.D, tp_share(sizes, group)
+    words = chunks(sizes.V, group.p)[group.rank] * D
+    qkv, width = share.heads * sizes.e + 2 * key_rows(sizes, group), share.heads * sizes.e
+    norm = [(D, False), (D, False)]
+    attention = [(qkv * D, True), (qkv, True), (D * width, True), (D, False)]
+    mlp = [(share.hidden * D, True), (share.hidden, True), (D * share.hidden, True), (D, False)]
+    head = norm if sizes.tied else [*norm, (words, True)]
+    return [(words, True), (sizes.T * D, False), *sizes.L * [*norm, *attention, *norm, *mlp], *head]
+
+
 def tp_parameters(sizes, group):
-    """Count what one rank holds: matrices / p; norms, row biases and positions whole."""
-    D, p, rank = sizes.D, group.p, group.rank
-    hidden, keys = chunks(sizes.F, p)[rank], key_rows(sizes, p, rank)
-    attention = (D // p + 2 * keys) * (D + 1) + D * (D // p) + D
-    mlp = hidden * (D + 1) + D * hidden + D
-    words = chunks(sizes.V, p)[rank] * D * (1 if sizes.tied else 2)
-    return words + sizes.T * D + sizes.L * (attention + mlp + 4 * D) + 2 * D
+    """Count the parameters that one rank holds: about 1/p of them."""
+    return sum(numbers for numbers, _ in tp_shapes(sizes, group))
 
 
-def key_rows(sizes, p, rank):
+def key_rows(sizes, group):
     """Count the rows of keys that one rank projects: whole heads, or a slice of one (p > K)."""
-    sharers = max(1, p // sizes.K)
-    return max(1, sizes.K // p) * chunks(sizes.e, sharers)[rank % sharers]
+    sharers = max(1, group.p // sizes.K)
+    return max(1, sizes.K // group.p) * chunks(sizes.e, sharers)[group.rank % sharers]
+
+
+def tp_share(sizes, group, sequence=None):
+    """Say what one rank has of a block.  -> Share
+
+    sequence: None for tensor parallelism alone; "again" or "keep" for sequence parallelism that
+    gathers a column-parallel layer's input again in backward, or keeps it."""
+    p, N = group.p, sizes.N
+    return Share(heads=sizes.H // p, kv=2 * max(1, sizes.K // p) * sizes.e,
+                 hidden=chunks(sizes.F, p)[group.rank], stream=N // p if sequence else N,
+                 inputs=N // p if sequence == "again" else N)
 
 
 def tp(sizes, group):
@@ -82,13 +117,118 @@ def between_cuts(kept):
             or kept.what == "mask of the weights")
 
 
-def tp_block_activations(sizes, p, sequence=None):
-    """List what one block keeps on one of p ranks (p divides K), as block_activations does.
+def tp_block_activations(sizes, p, sequence=None, rank=0):
+    """List what one block keeps on one of p ranks, as block_activations does.
 
-    sequence: None for tensor parallelism alone; "again" or "keep" for sequence parallelism that
-    gathers a column-parallel layer's input again in backward, or keeps it."""
-    def divisor(kept):
-        gathered = kept.operation.startswith("linear") and sequence == "keep"
-        return p if between_cuts(kept) or sequence and not gathered else 1
+    sequence: see tp_share."""
+    return block_activations(sizes, tp_share(sizes, Group(p, rank), sequence))
 
-    return [kept._replace(bytes=kept.bytes // divisor(kept)) for kept in block_activations(sizes)]
+
+def tp_activations(sizes, group, sequence=None):
+    """Bytes that one of p > 1 ranks keeps between forward and backward.
+
+    Besides the blocks: which words are mine (8 bytes, and 1), for the embedding and the loss."""
+    share, D, w = tp_share(sizes, group, sequence), sizes.D, sizes.w
+    embed = 9 * sizes.N + (share.stream * D * w if sizes.dropout else 0)
+    logits = sizes.N * chunks(sizes.V, group.p)[group.rank] * w
+    head = (share.stream * (D + 1) + share.inputs * D) * w + logits + 10 * sizes.N
+    block = sum(kept.bytes for kept in block_activations(sizes, share))
+    return embed + sizes.L * block + head
+
+
+# === A whole step, on any layout ===
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Say how a training step is spread over ranks, as minidist.parallel spreads it."""
+    dp: int = 1
+    tp: int = 1
+    sequence: str | None = None         # over the ranks of tp: "again", "keep" or not at all
+    microbatches: int = 1
+    state: int = 2                      # numbers of optimizer state per parameter: 2 for AdamW
+    first: int = 1 << 20                # bytes that close DDP's first bucket
+    cap: int = 25 << 20                 # bytes that close each further one
+    chosen: object = always_ring        # see Group
+
+
+class Held(NamedTuple):
+    """Bytes that one rank holds at the most, as minidist.ledger counts them."""
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+
+class Step(NamedTuple):
+    """What one rank sends in a step, by the axes of the groups it sends in; what it holds."""
+    sent: dict                          # {"dp": Price, "tp": Price, "dp-tp": Price}
+    held: Held
+
+
+class Rank:
+    """One rank of a layout: its groups, its micro-batches, its parameters."""
+
+    def __init__(self, sizes, layout, at):
+        self.layout, self.at = layout, {axis: at.get(axis, 0) for axis in AXES}
+        self.sizes, self.tp = sizes, self.group("tp")
+        rows = chunks(sizes.B, layout.dp)[self.at["dp"]]
+        self.batches = [replace(sizes, B=b) for b in chunks(rows, layout.microbatches)]
+        self.shapes = tp_shapes(sizes, self.tp)
+
+    def group(self, *axes):
+        """Look up the group along these axes, its ranks numbered row by row."""
+        p, rank = 1, 0
+        for axis in axes:
+            size = getattr(self.layout, axis)
+            p, rank = p * size, rank * size + self.at[axis]
+        return Group(p, rank, self.layout.chosen)
+
+
+AXES = "dp", "tp"                       # of a layout, outermost first
+
+
+def data_parallel_sends(rank):
+    """Gradients, in buckets from the last parameter to the first; then the loss and its count."""
+    layout, w = rank.layout, rank.sizes.w
+    gradients = [numbers for numbers, _ in reversed(rank.shapes)]
+    yield ("dp",), ddp(buckets(gradients, w, layout.first, layout.cap), rank.group("dp"), w)
+    yield ("dp",), rank.group("dp").all_reduce(2, 8)
+
+
+def tensor_parallel_sends(rank):
+    """Activations of each micro-batch; under sp, the gradients of what is whole as well."""
+    if rank.tp.p == 1:
+        return
+    way = rank.layout.sequence
+    for sizes in rank.batches:
+        forward, backward = sp(sizes, rank.tp, way == "keep") if way else tp(sizes, rank.tp)
+        yield ("tp",), forward + backward
+    if way:
+        yield ("tp",), dp([numbers for numbers, cut in rank.shapes if not cut], rank.tp,
+                          rank.sizes.w)
+
+
+def norm_sends(rank):
+    """Sum the squares of all gradients, one number, over everybody."""
+    yield AXES, rank.group(*AXES).all_reduce(1, 8)
+
+
+SENDS = [data_parallel_sends, tensor_parallel_sends, norm_sends]
+
+
+def step(sizes, layout, targets=None, **at):
+    """Predict one training step of the rank at these coordinates (dp=1, tp=0).  -> Step
+
+    sizes: of the whole model and the global batch.  targets: how many tokens of this rank's first
+    micro-batch have one; None: all.  A strategy adds its messages by a function in SENDS."""
+    rank, sent = Rank(sizes, layout, at), {}
+    for sends in SENDS:
+        for axes, price in sends(rank):
+            long = "-".join(axis for axis in axes if getattr(layout, axis) > 1)
+            if long:
+                sent[long] = sent.get(long, NOTHING) + price
+    P = sum(numbers for numbers, _ in rank.shapes) * sizes.w
+    largest = rank.batches[0]
+    A = (gpt_activations(largest, targets) if rank.tp.p == 1 else
+         tp_activations(largest, rank.tp, layout.sequence))
+    return Step(sent, Held(P, P, layout.state * P, A))

@@ -1,0 +1,120 @@
+"""cost.step against real steps: every byte and message of every axis, and all that is held."""
+import numpy as np
+import pytest
+
+from minidist import buckets, cost, ledger, parallel
+from minidist.collectives import chosen
+from minidist.dp import DistributedDataParallel
+from minidist.engine import attention
+from minidist.engine.data import random_batch
+from minidist.engine.optim import SGD, AdamW
+from minidist.mesh import DeviceMesh
+from minidist.ranks.buffers import PAGE
+from minidist.ranks.comm import run_threads
+from minidist.step import train_step
+from tests.models import perturb, tiny
+
+ODD = dict(heads=6, width=24, kv_heads=3, vocab=13, context=12)
+CASES = {
+    "one process": (dict(), ODD),
+    "dp 3, 5 rows": (dict(dp=3), ODD),
+    "tp 3, 13 words": (dict(tp=3), ODD),
+    "tp 2, heads wider than the cut": (dict(tp=2), dict(ODD, width=30, kv_heads=2)),
+    "tp 4, keys shared": (dict(tp=4), dict(heads=4, width=20, kv_heads=2, vocab=13, context=12)),
+    "tp 2, untied, dropout": (dict(tp=2), dict(ODD, kv_heads=6, tied=False, dropout=0.2)),
+    "sp 2": (dict(tp=2, sequence="again"), dict(ODD, kv_heads=2)),
+    "sp 3, inputs kept": (dict(tp=3, sequence="keep"), ODD),
+    "sp 3, dropout": (dict(tp=3, sequence="again"), dict(ODD, dropout=0.2)),
+    "dp 2, tp 2": (dict(dp=2, tp=2), dict(ODD, kv_heads=2)),
+    "dp 2, tp 3": (dict(dp=2, tp=3), ODD),
+    "dp 3, tp 2, sp": (dict(dp=3, tp=2, sequence="again"), dict(ODD, kv_heads=2)),
+    "dp 2, tp 4, sp, keys shared": (dict(dp=2, tp=4, sequence="again"), dict(
+        heads=4, width=20, kv_heads=2, vocab=13, context=12)),
+}
+
+
+def counted(layout, config, rows, ragged, optimizer=AdamW):
+    """Take two steps on thread ranks.  -> (coordinates, Count of the second, Held) of each rank"""
+    def rank(world):
+        mesh = DeviceMesh(world, dp=layout.dp, tp=layout.tp)
+        model = spread(perturb(tiny(**config)), mesh, layout)
+        opt = optimizer(model.parameters(), 0.01)
+        batches = [random_batch(config["vocab"], config["context"], rows, 1, t, ragged)
+                   for t in range(2)]
+        train_step(model, batches[0], opt, mesh, layout.microbatches)
+        with world.counting() as count:
+            train_step(model, batches[1], opt, mesh, layout.microbatches)
+        held = ledger.held(model, opt)
+        first = model.localize(batches[1]).split(layout.microbatches)[0]
+        kept = ledger.held(model, None, model(first), batch=first).activations
+        at = {axis: mesh.coords[axis] for axis in ("dp", "tp")}
+        return at, by_axes(count), held._replace(activations=kept), first.count
+    return run_threads(layout.dp * layout.tp, rank)
+
+
+def spread(model, mesh, layout):
+    """As the command spreads it; with other buckets than the usual ones, by dp alone."""
+    if layout.first == buckets.FIRST:
+        return parallel.spread(model, mesh, layout.sequence)
+    return DistributedDataParallel(model, mesh["dp"], layout.cap, layout.first)
+
+
+def by_axes(count):
+    """Messages and bytes in each group of the mesh; "tp.kv", a part of tp's, counts there."""
+    found = {}
+    for name, sent in count.by_group.items():
+        axes = name.split(".")[0]
+        messages, nbytes = found.get(axes, (0, 0))
+        found[axes] = messages + sent.messages, nbytes + sent.bytes
+    return {axes: sent for axes, sent in found.items() if sent[0]}
+
+
+def compare(layout, config, rows=5, ragged=True, **options):
+    sizes = cost.Sizes.of(tiny(**config).config, B=rows, w=8, tile=attention.TILE)
+    for at, sent, held, targets in counted(layout, config, rows, ragged, **options):
+        step = cost.step(sizes, layout, targets, **at)
+        assert {axes: price[1:] for axes, price in step.sent.items() if price.messages} == sent
+        # A gathered input that is kept begins off a page's border: two per block, one in the head.
+        slack = (2 * 3 + 1) * PAGE if layout.sequence == "keep" else 0
+        assert step.held._replace(activations=step.held.activations + slack) == held, at
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_byte_sent_and_held_is_predicted(case):
+    axes, config = CASES[case]
+    compare(cost.Layout(**axes, chosen=chosen), config)
+
+
+@pytest.mark.parametrize("microbatches", [2, 3])
+def test_micro_batches_send_activations_again_and_gradients_once(microbatches):
+    compare(cost.Layout(dp=2, tp=2, microbatches=microbatches, chosen=chosen),
+            dict(ODD, kv_heads=2), rows=7)
+
+
+def test_ranks_and_micro_batches_without_rows():
+    compare(cost.Layout(dp=3, microbatches=2, chosen=chosen), ODD, rows=2)
+    compare(cost.Layout(dp=2, tp=2, microbatches=3, chosen=chosen), dict(ODD, kv_heads=2), rows=3)
+
+
+def test_optimizer_state_is_what_the_optimizer_keeps():
+    compare(cost.Layout(dp=2, state=0, chosen=chosen), ODD, optimizer=SGD)
+
+
+@pytest.mark.parametrize("first, cap", [(1, 1), (2000, 9000), (9000, 2000)])
+def test_a_step_with_small_buckets(first, cap):
+    compare(cost.Layout(dp=3, first=first, cap=cap, chosen=chosen), ODD)
+
+
+def test_a_bucket_closes_when_it_has_reached_its_limit():
+    numbers = np.random.default_rng(0).integers(1, 400_000, 60).tolist()
+    for first, cap in (1 << 20, 25 << 20), (1, 1), (1000, 1 << 22), (1 << 22, 1 << 20), (1 << 40,) * 2:
+        lists = buckets.assign([8 * n for n in numbers], None, cap, first)
+        assert cost.strategies.buckets(numbers, 8, first, cap) == [
+            sum(numbers[i] for i in members) + len(members) for members in lists]
+
+
+def test_one_process_sends_nothing_and_gpt3_needs_many_gpus():
+    assert cost.step(cost.GPT3, cost.Layout()).sent == {}
+    whole, cut = (cost.step(cost.GPT3, cost.Layout(dp=16, tp=p)) for p in (1, 8))
+    assert 7.9 < whole.held.parameters / cut.held.parameters < 8
+    assert set(whole.sent) == {"dp"} and set(cut.sent) == {"dp", "tp", "dp-tp"}
