@@ -1,11 +1,16 @@
 """The fused operations against central differences, PyTorch, and plain compositions."""
+import weakref
+
 import numpy as np
 import pytest
 
 from minidist.engine import attention, graph
 from minidist.engine import functional as F
-from minidist.engine.tensor import Tensor, graph_bytes, no_grad, run_deferred
+from minidist.engine.data import random_batch
+from minidist.engine.tape import scale_losses
+from minidist.engine.tensor import Tensor, graph_bytes, no_grad, replay, run_deferred
 from tests.gradcheck import check_op, check_torch, close, inputs, torch, value_and_gradients
+from tests.models import perturb, tiny
 
 needs_torch = pytest.mark.skipif(torch is None, reason="PyTorch, the reference, is not installed")
 IDS = np.array([[0, 3, 3, 1], [3, 2, 0, 3]])
@@ -273,6 +278,132 @@ def test_deferred_weight_gradients_are_the_same():
     run_deferred(late)
     close(w.grad, now[1], 1e-14)
     close(b.grad, now[2], 1e-14)
+
+
+def half(x):
+    return Tensor(np.asarray(x, np.float16), requires_grad=True)
+
+
+def test_float16_is_summed_wider():
+    """Statistics, softmax, loss and gradients, where sums in 16 bits would end or stand still."""
+    rows = np.random.default_rng(0).standard_normal((6, 600)) * 200 + 2000
+    grads, wide_grads = [], []
+    for dtype, found in ((np.float16, grads), (np.float64, wide_grads)):
+        x, w, b = (Tensor(a.astype(np.float16).astype(dtype), requires_grad=True)
+                   for a in (rows, np.full(600, 0.5), np.zeros(600)))
+        y = F.layer_norm(x, w, b)
+        y.backward(np.linspace(0, 90, 3600).reshape(6, 600).astype(np.float16))
+        found += [y.data, x.grad, w.grad, b.grad]
+    for found, wide in zip(grads, wide_grads):
+        close(found.astype(np.float64), wide, 4e-3)
+    p = F.softmax(half(np.zeros(5000)))
+    assert p.data.sum(dtype=float) == pytest.approx(1, rel=1e-3)
+    x = half(np.zeros((5000, 2)))
+    loss, _ = F.cross_entropy(x, np.zeros(5000, int))
+    loss.backward()
+    assert loss.item() == pytest.approx(5000 * np.log(2), rel=1e-3) and (x.grad[:, 0] == -0.5).all()
+    w = half(np.zeros((3, 2)))
+    F.embedding(w, np.ones(4096, int)).backward(np.ones((4096, 2)))
+    assert (w.grad[1] == 4096).all()
+
+
+def test_freed_parameters_are_read_again_in_backward():
+    """As ZeRO-3 does it with all of them, in the whole model and in each operation on a leaf."""
+    model = perturb(tiny(dropout=0.2))
+    batch = random_batch(13, 8, 3, seed=0, step=1)
+    model(batch).backward()
+    whole = {p.name: p.grad for p in model.parameters()}
+    model.zero_grad()
+    loss, kept = model(batch), {}
+    for p in model.parameters():
+        kept[p.name], gone = p.data.copy(), weakref.ref(p.data)
+        p.data = None
+        assert gone() is None, f"the graph keeps the data of {p.name}"
+    for p in model.parameters():
+        p.data = kept[p.name]
+    loss.backward()
+    assert all(np.array_equal(p.grad, whole[p.name]) for p in model.parameters())
+
+
+@pytest.mark.parametrize("fn", [
+    lambda a, b: a * b, lambda a, b: a / b, lambda a, b: a @ b, lambda a, b: a ** 3 + b,
+    lambda a, b: a.log() + b, lambda a, b: F.linear(a * 1, b)])
+def test_operations_on_parameters_keep_no_data(fn):
+    a, b = (Tensor(x, requires_grad=True) for x in inputs([(3, 3), (3, 3)], positive=True))
+    fn(a, b).backward(np.ones((3, 3)))
+    whole = a.grad, b.grad
+    a.grad = b.grad = None
+    y, data = fn(a, b), (a.data.copy(), b.data.copy())
+    gone = weakref.ref(a.data), weakref.ref(b.data)
+    a.data = b.data = None
+    assert gone[1]() is None
+    a.data, b.data = data
+    y.backward(np.ones((3, 3)))
+    assert np.array_equal(a.grad, whole[0]) and np.array_equal(b.grad, whole[1])
+
+
+# ------------------------------------------------------------------------ auxiliary losses
+
+def with_auxiliary(x, w, places=2):
+    """A chain of layers, each with a loss of its own on the way; and the sum of those."""
+    total = 0
+    for i in range(places):
+        x = (x @ w).tanh()
+        aux = (x * x).sum() * 0.01
+        total = aux + total
+        x = F.add_auxiliary_loss(x, aux, f"layer {i}")
+    return x.sum(), total
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.0], ids=["with the main loss", "alone"])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_auxiliary_losses_act_as_if_added(scale, weight):
+    """Against a loss to which they are added in the open; scaled as the loss is."""
+    arrays = inputs([(4, 3), (3, 3)])
+    x, w = (Tensor(a, requires_grad=True) for a in arrays)
+    main, _ = with_auxiliary(x, w)
+    with scale_losses(scale):
+        (main * weight).backward()
+    for seed in (None, scale):
+        ref_x, ref_w = (Tensor(a, requires_grad=True) for a in arrays)
+        y = ref_x
+        for i in range(2):
+            y = (y @ ref_w).tanh()
+            total = (y * y).sum() * 0.01 + (0 if i == 0 else total)
+        (y.sum() * weight + total).backward(scale)
+        close(x.grad, ref_x.grad, 1e-14)
+        close(w.grad, ref_w.grad, 1e-14)
+        x, w = (Tensor(a, requires_grad=True) for a in arrays)
+        (with_auxiliary(x, w)[0] * weight).backward(scale)  # an explicit seed scales all as well
+
+
+def test_auxiliary_losses_of_a_stage():
+    """A backward from the gradient of an activation knows the scale only by what is set."""
+    x, w = (Tensor(a, requires_grad=True) for a in inputs([(4, 3), (3, 3)]))
+    F.add_auxiliary_loss(x @ w, (w * w).sum()).backward(np.zeros((4, 3)))
+    close(w.grad, 2 * w.data, 1e-15)
+    with scale_losses(8):
+        F.add_auxiliary_loss(x @ w, (w * w).sum()).backward(np.zeros((4, 3)))
+    close(w.grad, 18 * w.data, 1e-15)
+
+
+def test_auxiliary_values_are_collected():
+    """Summed over micro-batches, once even if the forward is repeated, and only inside."""
+    x, w = (Tensor(a, requires_grad=True) for a in inputs([(4, 3), (3, 3)]))
+    with F.auxiliary_losses() as seen:
+        _, total = with_auxiliary(x, w)
+        assert sum(seen.values()) == pytest.approx(total.item(), rel=1e-14)
+        once = dict(seen)
+        with replay():
+            with_auxiliary(x, w)
+        assert seen == once and list(seen) == ["layer 0", "layer 1"]
+        with no_grad():
+            with_auxiliary(x, w)
+        assert seen == {name: 2 * value for name, value in once.items()}
+    with_auxiliary(x, w)
+    assert seen == {name: 2 * value for name, value in once.items()}
+    with pytest.raises(ValueError, match=r"one number, not an array of shape \(3, 3\)"):
+        F.add_auxiliary_loss(x, w)
 
 
 # ------------------------------------------------------------------------ dropout masks

@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 
-from minidist.engine import graph
+from minidist.engine import graph, tape
 from minidist.engine import tensor as T
 from minidist.engine.tensor import Part, Tensor, graph_bytes, no_grad
 from tests.gradcheck import check_op, check_torch, torch
@@ -63,6 +63,7 @@ OPERATIONS = {
     "max 1":          (lambda a: a.max(1), lambda a: a.amax(1), (2, 3, 4)),
     "max (0, -1)":    (lambda a: a.max((0, -1), True),
                        lambda a: a.amax((0, -1), True), (2, 3, 4)),
+    "cast":           (lambda a: a.cast(a.dtype) * a, lambda a: a * a, (2, 3)),
     "reshape":        (lambda a: a.reshape(3, -1), (2, 3, 4)),
     "reshape tuple":  (lambda a: a.reshape((4, 6)), (2, 3, 4)),
     "transpose":      (lambda a: a.transpose(2, 0, 1), lambda a: a.permute(2, 0, 1), (2, 3, 4)),
@@ -199,18 +200,18 @@ def test_losses_are_seeded_with_their_scale():
 
     def loss(g_inner=None):
         def vjp(g):
-            seen.append(T.loss_scale())
+            seen.append(tape.loss_scale())
             if g_inner is not None:
                 loss().backward(g_inner)                    # a recomputation's
             return (g,)
         return Tensor(x.data, (x,), vjp)
-    with T.scale_losses(8):
+    with tape.scale_losses(8):
         loss().backward()
         (loss() * np.ones(3)).backward(np.full(3, 5.0))     # from an activation's gradient
         loss().backward(2.0)
         loss(7.0).backward(3.0)
     loss().backward()
-    assert seen == [8, 8, 2, 3, 3, 1] and T.loss_scale() == 1
+    assert seen == [8, 8, 2, 3, 3, 1] and tape.loss_scale() == 1
     assert x.grad == 8 + 15 + 2 + (3 + 7) + 1
 
 
@@ -280,6 +281,30 @@ def test_every_operation_keeps_its_dtype(name, dtype):
     assert y.dtype == dtype and isinstance(y.data, np.ndarray)
     y.backward(np.ones(y.shape))
     assert all(x.grad.dtype == dtype and isinstance(x.grad, np.ndarray) for x in xs)
+
+
+def test_cast_goes_there_and_back():
+    """The value is rounded; the gradient is computed in the new dtype and comes back in the old."""
+    x = leaf([1 / 3, 2.0])
+    y = x.cast(np.float32)
+    assert y.dtype == np.float32 and np.array_equal(y.data, x.data.astype(np.float32))
+    (y * y).sum().backward()
+    assert x.grad.dtype == np.float64 and np.array_equal(x.grad, 2 * y.data)
+    with pytest.raises(TypeError, match="cast to int64 has no gradient"):
+        x.cast(int)
+
+
+def test_float16_is_summed_wider():
+    """Sums whose terms, in 16 bits, would be lost behind 2048 or end in infinity."""
+    ones, large = leaf(np.ones((4096, 3)), np.float16), leaf(np.full(4, 20000.0), np.float16)
+    assert large.mean().item() == 20000 and large.mean().dtype == np.float16
+    row = leaf(np.zeros(3), np.float16)
+    for y in (ones.sum(0), ones.mean(0) * 4096, (ones + row).sum(0)):
+        assert y.dtype == np.float16 and (y.data == 4096).all()
+    (ones + row).backward(np.ones((4096, 3)))
+    assert (row.grad == 4096).all()
+    x = leaf([4096, 1, 1, 1, 1], np.float16)
+    assert x.sum().item() == 4100
 
 
 def test_two_dtypes_do_not_meet_by_accident():

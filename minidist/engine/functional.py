@@ -1,25 +1,30 @@
 """The operations that take the time, each fused and with its own gradient.
 
-    linear  embedding  layer_norm  gelu  softmax  cross_entropy  dropout
+    linear  embedding  layer_norm  gelu  softmax  cross_entropy  dropout  add_auxiliary_loss
     scaled_dot_product_attention                                (in attention.py)
 
 Written for speed where it pays: whole matrix products, column sums as `ones @ g`, elementwise
-chains in place on pieces that stay in the cache, nothing widened beyond the input's dtype.
-Weight gradients come as thunks (see tape.py), and weights are read as `w.data` in backward again:
-a strategy may free and refill a weight between forward and backward.
+chains in place on pieces that stay in the cache.  Results and all that is kept for backward have
+the input's dtype; only float16 is summed in float32.  Weight gradients come as thunks (see
+tape.py), and weights are read as `w.data` in backward again: a strategy may free and refill a
+weight between forward and backward.
 
 Lesson: python -m lessons.step
 """
 import functools
 import math
+import threading
+from contextlib import contextmanager
 
 import numpy as np
 
 from .attention import scaled_dot_product_attention
-from .tensor import Tensor
+from .tape import loss_scale, replaying
+from .tensor import Tensor, widened
 
-__all__ = ["IGNORE", "cross_entropy", "dropout", "dropout_mask", "embedding", "gelu", "layer_norm",
-           "linear", "scaled_dot_product_attention", "softmax"]
+__all__ = ["IGNORE", "add_auxiliary_loss", "auxiliary_losses", "cross_entropy", "dropout",
+           "dropout_mask", "embedding", "gelu", "layer_norm", "linear",
+           "scaled_dot_product_attention", "softmax"]
 
 IGNORE = -100                            # a target that does not count
 PIECE = 1 << 16                          # elements of an elementwise chain at a time: fits the L2
@@ -44,7 +49,8 @@ def _rows(x):
 
 def linear(x, w, b=None):
     """x @ w.T + b.  [..., i], [o, i], [o] -> [..., o]"""
-    shape, rows, wanted = x.shape, _rows(x.data), x.requires_grad
+    parents = (x, w) if b is None else (x, w, b)
+    count, shape, rows, wanted = len(parents), x.shape, _rows(x.data), x.requires_grad
     y = rows @ w.data.T
     if b is not None:
         y += b.data
@@ -52,9 +58,8 @@ def linear(x, w, b=None):
     def vjp(g):
         g = _rows(g)
         gx = (g @ w.data).reshape(shape) if wanted else None
-        return gx, lambda: g.T @ rows, lambda: _column_sum(g)
-    y = y.reshape(*shape[:-1], y.shape[1])
-    return Tensor(y, (x, w, b), vjp) if b is not None else Tensor(y, (x, w), lambda g: vjp(g)[:2])
+        return (gx, lambda: g.T @ rows, lambda: _column_sum(g))[:count]
+    return Tensor(y.reshape(*shape[:-1], y.shape[1]), parents, vjp)
 
 
 def embedding(w, ids, inside=None):
@@ -85,7 +90,7 @@ def _sum_by_id(g, ids, shape):
     if ids.size:
         order = np.argsort(ids, kind="stable")
         found, starts = np.unique(ids[order], return_index=True)
-        out[found] = np.add.reduceat(g[order], starts)
+        out[found] = np.add.reduceat(widened(g[order]), starts)
     return out
 
 
@@ -93,16 +98,17 @@ def _sum_by_id(g, ids, shape):
 
 def layer_norm(x, w, b, eps=1e-5):
     """Shift and scale each row to mean 0 and variance 1, then by w and b.  [..., D] -> [..., D]"""
-    d, one, real = x.shape[-1], _ones(x.shape[-1], x.dtype), x.dtype.type
-    rows = _rows(x.data)
+    rows, dtype = widened(_rows(x.data)), x.dtype
+    d, one, real = x.shape[-1], _ones(x.shape[-1], rows.dtype), rows.dtype.type
     unit = rows - (rows @ one / real(d))[:, None]
     scale = 1 / np.sqrt(np.einsum("nd,nd->n", unit, unit) / real(d) + real(eps))
     unit *= scale[:, None]
+    unit, scale = unit.astype(dtype, copy=False), scale.astype(dtype, copy=False)
     y = unit * w.data
     y += b.data
 
     def vjp(g):
-        shape, g = g.shape, _rows(g)
+        shape, g = g.shape, widened(_rows(g))
         work = g * unit
         gw, gb = _column_sum(work), _column_sum(g)
         # scale * (g w - mean(g w) - unit * mean(g w unit)), where means are along a row
@@ -111,7 +117,7 @@ def layer_norm(x, w, b, eps=1e-5):
         gx -= mean[:, None]
         gx -= np.multiply(unit, along[:, None], out=work)
         gx *= scale[:, None]
-        return gx.reshape(shape), gw, gb
+        return [a.astype(dtype, copy=False) for a in (gx.reshape(shape), gw, gb)]
     return Tensor(y.reshape(x.shape), (x, w, b), vjp)
 
 
@@ -150,12 +156,14 @@ def _gelu_piece(x, y, slope):
 
 def softmax(x, dim=-1):
     """exp(x) over its sum along dim."""
-    p = np.exp(x.data - x.data.max(dim, keepdims=True))
+    wide = widened(x.data)
+    p = np.exp(wide - wide.max(dim, keepdims=True))
     p /= p.sum(dim, keepdims=True)
+    p = p.astype(x.dtype, copy=False)
 
     def vjp(g):
-        gp = g * p
-        return (gp - p * gp.sum(dim, keepdims=True),)
+        gp = widened(g) * p
+        return ((gp - p * gp.sum(dim, keepdims=True)).astype(p.dtype, copy=False),)
     return Tensor(p, (x,), vjp)
 
 
@@ -168,20 +176,55 @@ def cross_entropy(logits, targets, ignore_index=IGNORE):
     counts = t != ignore_index
     if np.any((t < 0) & counts) or np.any(t >= shape[-1]):
         raise IndexError(f"targets {t[counts].min()}..{t.max()} for {shape[-1]} classes")
-    p = _rows(logits.data)
+    p = widened(_rows(logits.data))
     p = p - p.max(-1, keepdims=True)
     at = np.flatnonzero(counts), t[counts]
     hit = p[at]
     np.exp(p, out=p)
     total = p @ _ones(shape[-1], p.dtype)
-    loss = (np.log(total[counts]) - hit).sum()
+    loss = (np.log(total[counts]) - hit).sum().astype(logits.dtype)
     p *= (counts / total).astype(p.dtype)[:, None]          # rows that do not count: no gradient
+    p = p.astype(logits.dtype, copy=False)
 
     def vjp(g):
         d = p * g
         d[at] -= g
         return (d.reshape(shape),)
     return Tensor(loss, (logits,), vjp), int(counts.sum())
+
+
+# ------------------------------------------------------------------------ auxiliary losses
+
+class _Auxiliary(threading.local):
+    sums = None                          # name -> sum, while this rank collects them
+
+
+_auxiliary = _Auxiliary()
+
+
+def add_auxiliary_loss(x, loss, name="auxiliary"):
+    """Return x as it is, and let backward act as if loss had been added to the model's loss.
+
+    This is how a layer in the middle of a model gives a loss of its own, as the router of experts
+    does: the loss need not be carried to the end, which may be on another rank.  loss: a scalar
+    Tensor, a sum over tokens like every loss here; its gradient is seeded with loss_scale().
+    """
+    if loss.shape != ():
+        raise ValueError(f"an auxiliary loss is one number, not an array of shape {loss.shape}")
+    if _auxiliary.sums is not None and not replaying():
+        _auxiliary.sums[name] = _auxiliary.sums.get(name, 0.0) + loss.item()
+    dtype = loss.dtype
+    return Tensor(x.data, (x, loss), lambda g: (g, np.asarray(loss_scale(), dtype)))
+
+
+@contextmanager
+def auxiliary_losses():
+    """Collect the values of the auxiliary losses of all forwards inside.  -> {name: sum so far}"""
+    outer, _auxiliary.sums = _auxiliary.sums, {}
+    try:
+        yield _auxiliary.sums
+    finally:
+        _auxiliary.sums = outer
 
 
 # ------------------------------------------------------------------------ dropout

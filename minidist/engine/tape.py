@@ -84,8 +84,8 @@ class Sum:
 
     __slots__ = ("array", "owned")
 
-    def __init__(self):
-        self.array, self.owned = None, False
+    def __init__(self, array=None, owned=False):
+        self.array, self.owned = array, owned
 
     def add(self, c, owned=False):
         """Add an array or a Part; writes into the sum's own array only."""

@@ -18,12 +18,11 @@ import numpy as np
 
 from .graph import Node, Part, graph_bytes, mark_changed
 from .tape import (Sum, after_backward, deliver, is_grad_enabled, loss_scale, no_grad, propagate,
-                   replay, replaying, run_deferred, scale_losses)
+                   replay, replaying, run_deferred)
 
-__all__ = ["Node", "Part", "Tensor", "after_backward", "concatenate", "exp", "graph_bytes",
-           "is_grad_enabled", "log", "loss_scale", "matmul", "max", "mean", "no_grad", "relu",
-           "replay", "replaying", "reshape", "run_deferred", "scale_losses", "split", "sqrt", "sum",
-           "tanh", "transpose"]
+__all__ = ["Node", "Part", "Tensor", "after_backward", "cast", "concatenate", "exp", "graph_bytes",
+           "is_grad_enabled", "log", "matmul", "max", "mean", "no_grad", "relu", "replay",
+           "replaying", "reshape", "run_deferred", "split", "sqrt", "sum", "tanh", "transpose"]
 
 
 class Tensor:
@@ -93,16 +92,14 @@ class Tensor:
         """
         if grad is None and self.size != 1:
             raise RuntimeError(f"backward() from shape {self.shape} needs a gradient of that shape")
-        seed = (np.full_like(self.data, loss_scale()) if grad is None
-                else np.asarray(grad, self.dtype))
+        seed = np.full(self.shape, loss_scale()) if grad is None else np.asarray(grad)
+        seed = seed.astype(self.dtype, copy=False)
         if seed.shape != self.shape:
             raise ValueError(f"gradient of shape {seed.shape} for a Tensor of shape {self.shape}")
         if self.node is not None:
             propagate(self.node, seed, defer)
         elif self.leaf:
-            total = Sum()
-            total.add(seed)
-            deliver(self, total)
+            deliver(self, Sum(seed))
         else:
             raise RuntimeError("backward() from a Tensor that depends on no leaf")
 
@@ -127,18 +124,28 @@ def _operands(a, b):
     return a, b
 
 
+def widened(a):
+    """float16 as float32, in which it is summed: 16 bits end at 65504, and hold 2049 as 2048."""
+    return a.astype(np.float32) if a.dtype == np.float16 else a
+
+
+def _sum(a, dim=None, keepdims=False):
+    y = widened(a).sum(dim, keepdims=keepdims)
+    return y.astype(a.dtype) if a.dtype == np.float16 else y
+
+
 def _fit(g, shape):
     """Sum a gradient over the axes along which an operand of this shape was broadcast."""
     if g.shape == shape:
         return g
     extra = g.ndim - len(shape)
     stretched = [extra + i for i, n in enumerate(shape) if n == 1]
-    return g.sum((*range(extra), *stretched)).reshape(shape)
+    return _sum(g, (*range(extra), *stretched)).reshape(shape)
 
 
-def _kept(a, b):
-    """What each operand's gradient needs of the other: its data, or None if it has no gradient."""
-    return b.data if a.requires_grad else None, a.data if b.requires_grad else None
+def _kept(x, wanted=True):
+    """What a vjp keeps of x: a leaf itself, since its data may be freed and refilled meanwhile."""
+    return None if not wanted else x if x.leaf else x.detach()
 
 
 def add(a, b):
@@ -155,21 +162,22 @@ def sub(a, b):
 
 def mul(a, b):
     a, b = _operands(a, b)
-    (for_a, for_b), sa, sb = _kept(a, b), a.shape, b.shape
+    for_a, for_b = _kept(b, a.requires_grad), _kept(a, b.requires_grad)
+    sa, sb = a.shape, b.shape
 
     def vjp(g):
-        return (None if for_a is None else _fit(g * for_a, sa),
-                None if for_b is None else _fit(g * for_b, sb))
+        return (None if for_a is None else _fit(g * for_a.data, sa),
+                None if for_b is None else _fit(g * for_b.data, sb))
     return Tensor(a.data * b.data, (a, b), vjp)
 
 
 def div(a, b):
     a, b = _operands(a, b)
     y = a.data / b.data
-    below, for_b, sa, sb = b.data, y if b.requires_grad else None, a.shape, b.shape
+    below, for_b, sa, sb = _kept(b), y if b.requires_grad else None, a.shape, b.shape
 
     def vjp(g):
-        g = g / below
+        g = g / below.data
         return _fit(g, sa), None if for_b is None else _fit(-g * for_b, sb)
     return Tensor(y, (a, b), vjp)
 
@@ -178,8 +186,8 @@ def power(x, k):
     """x**k for a number k."""
     if isinstance(k, Tensor):
         raise TypeError("x**k needs a number k")
-    xd, k = x.data, float(k)
-    return Tensor(xd ** k, (x,), lambda g: (g * (k * xd ** (k - 1) if k else 0 * xd),))
+    kept, k = _kept(x), float(k)
+    return Tensor(x.data ** k, (x,), lambda g: (g * (k * kept.data ** (k - 1 if k else 0)),))
 
 
 def neg(x):
@@ -191,15 +199,14 @@ def matmul(a, b):
     a, b = _operands(a, b)
     if a.ndim < 2 or b.ndim < 2:
         raise ValueError(f"matmul of shapes {a.shape} and {b.shape}: reshape vectors to matrices")
-    (for_a, for_b), sa, sb = _kept(a, b), a.shape, b.shape
+    for_a, for_b = _kept(b, a.requires_grad), _kept(a, b.requires_grad)
+    sa, sb = a.shape, b.shape
 
     def vjp(g):
-        return (None if for_a is None else _fit(g @ for_a.swapaxes(-1, -2), sa),
-                None if for_b is None else _fit(for_b.swapaxes(-1, -2) @ g, sb))
+        return (None if for_a is None else _fit(g @ for_a.data.swapaxes(-1, -2), sa),
+                None if for_b is None else _fit(for_b.data.swapaxes(-1, -2) @ g, sb))
     return Tensor(a.data @ b.data, (a, b), vjp)
 
-
-# ------------------------------------------------------------------------ functions
 
 def exp(x):
     y = np.exp(x.data)
@@ -207,8 +214,8 @@ def exp(x):
 
 
 def log(x):
-    xd = x.data
-    return Tensor(np.log(xd), (x,), lambda g: (g / xd,))
+    kept = _kept(x)
+    return Tensor(np.log(x.data), (x,), lambda g: (g / kept.data,))
 
 
 def sqrt(x):
@@ -238,13 +245,15 @@ def _spread(g, shape, dim, keepdim):
 def sum(x, dim=None, keepdim=False):
     """Sum over all axes, one, or several.  dim: None, an integer, or a tuple"""
     shape = x.shape
-    return Tensor(x.data.sum(dim, keepdims=keepdim), (x,),
+    return Tensor(_sum(x.data, dim, keepdim), (x,),
                   lambda g: (_spread(g, shape, dim, keepdim),))
 
 
 def mean(x, dim=None, keepdim=False):
-    total = sum(x, dim, keepdim)
-    return total / (x.size / total.size)
+    """The sum over the count, divided before it is rounded to x's dtype."""
+    y, shape = x.data.mean(dim, keepdims=keepdim), x.shape
+    count = float(x.size / np.maximum(1, y.size))
+    return Tensor(y, (x,), lambda g: (_spread(g / count, shape, dim, keepdim),))
 
 
 def max(x, dim=None, keepdim=False):
@@ -252,13 +261,19 @@ def max(x, dim=None, keepdim=False):
     y = x.data.max(dim, keepdims=True)
     hit = x.data == y
     count = hit.sum(dim, keepdims=True, dtype=x.dtype)
-
-    def vjp(g):
-        return (_spread(g, hit.shape, dim, keepdim) / count * hit,)
-    return Tensor(y if keepdim else y.squeeze(dim), (x,), vjp)
+    return Tensor(y if keepdim else y.squeeze(dim), (x,),
+                  lambda g: (_spread(g, hit.shape, dim, keepdim) / count * hit,))
 
 
-# ------------------------------------------------------------------------ shapes
+# ------------------------------------------------------------------------ dtypes and shapes
+
+def cast(x, dtype):
+    """The same numbers in another float dtype; the gradient comes back in x's own."""
+    was = x.dtype
+    if np.dtype(dtype).kind != "f":
+        raise TypeError(f"a cast to {np.dtype(dtype)} has no gradient: take .data")
+    return Tensor(x.data.astype(dtype), (x,), lambda g: (g.astype(was),))
+
 
 def reshape(x, *shape):
     """The same numbers in another shape; takes reshape(x, 2, 3) and reshape(x, (2, 3))."""
@@ -300,5 +315,5 @@ Tensor.__sub__,     Tensor.__rsub__     = sub,    lambda b, a: sub(a, b)
 Tensor.__truediv__, Tensor.__rtruediv__ = div,    lambda b, a: div(a, b)
 Tensor.__matmul__,  Tensor.__rmatmul__  = matmul, lambda b, a: matmul(a, b)
 Tensor.__pow__, Tensor.__neg__, Tensor.__getitem__ = power, neg, getitem
-for operation in (exp, log, sqrt, tanh, relu, sum, mean, max, reshape, transpose):
+for operation in (exp, log, sqrt, tanh, relu, sum, mean, max, cast, reshape, transpose):
     setattr(Tensor, operation.__name__, operation)
