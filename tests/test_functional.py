@@ -344,37 +344,39 @@ def test_operations_on_parameters_keep_no_data(fn):
 
 # ------------------------------------------------------------------------ auxiliary losses
 
-def with_auxiliary(x, w, places=2):
-    """A chain of layers, each with a loss of its own on the way; and the sum of those."""
+def with_auxiliary(x, w):
+    """Two layers, each with a loss of its own on the way.  -> main loss, sum of those"""
     total = 0
-    for i in range(places):
+    for i in range(2):
         x = (x @ w).tanh()
-        aux = (x * x).sum() * 0.01
-        total = aux + total
-        x = F.add_auxiliary_loss(x, aux, f"layer {i}")
+        own = (x * x).sum() * 0.01
+        total = own + total
+        x = F.add_auxiliary_loss(x, own, f"layer {i}")
     return x.sum(), total
 
 
+def added_in_the_open(x, w, weight):
+    """The same losses, as one sum."""
+    one = (x @ w).tanh()
+    two = (one @ w).tanh()
+    return two.sum() * weight + (one * one).sum() * 0.01 + (two * two).sum() * 0.01
+
+
 @pytest.mark.parametrize("weight", [1.0, 0.0], ids=["with the main loss", "alone"])
+@pytest.mark.parametrize("set_ahead", [True, False], ids=["scale set", "scale as seed"])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_auxiliary_losses_act_as_if_added(scale, weight):
-    """Against a loss to which they are added in the open; scaled as the loss is."""
-    arrays = inputs([(4, 3), (3, 3)])
-    x, w = (Tensor(a, requires_grad=True) for a in arrays)
-    main, _ = with_auxiliary(x, w)
-    with scale_losses(scale):
-        (main * weight).backward()
-    for seed in (None, scale):
-        ref_x, ref_w = (Tensor(a, requires_grad=True) for a in arrays)
-        y = ref_x
-        for i in range(2):
-            y = (y @ ref_w).tanh()
-            total = (y * y).sum() * 0.01 + (0 if i == 0 else total)
-        (y.sum() * weight + total).backward(scale)
-        close(x.grad, ref_x.grad, 1e-14)
-        close(w.grad, ref_w.grad, 1e-14)
-        x, w = (Tensor(a, requires_grad=True) for a in arrays)
-        (with_auxiliary(x, w)[0] * weight).backward(scale)  # an explicit seed scales all as well
+def test_auxiliary_losses_act_as_if_added(scale, set_ahead, weight):
+    """Also scaled as the loss is, whether its seed was set or given."""
+    leaves = [[Tensor(a, requires_grad=True) for a in inputs([(4, 3), (3, 3)])] for _ in range(2)]
+    loss = with_auxiliary(*leaves[0])[0] * weight
+    if set_ahead:
+        with scale_losses(scale):
+            loss.backward()
+    else:
+        loss.backward(scale)
+    added_in_the_open(*leaves[1], weight).backward(scale)
+    for ours, ref in zip(*leaves):
+        close(ours.grad, ref.grad, 1e-14)
 
 
 def test_auxiliary_losses_of_a_stage():
