@@ -56,7 +56,7 @@ def main():
     rows = []
     say(header(world))
     for collective in names:
-        say(f"\n# {collective}, float32, sum, {DONE[collective]}")
+        say(f"\n# {collective}, float32, sum, {CASES[collective].title}")
         say(COLUMNS.format(*HEAD) + "\n" + COLUMNS.format(*UNITS))
         for nbytes in sizes:
             for row in measure(collective, nbytes, options.algorithm, world):
@@ -98,97 +98,93 @@ def wanted(options):
 
 # --- What is called, and what must come out. ---
 
+def values(n, rank):
+    """Whole numbers that differ from rank to rank; their sum over ranks is exact."""
+    return np.add(np.arange(n, dtype="float32") % 1000, rank, out=empty((n,)))
+
+
+def empty(shape):
+    """Numbers at the start of a page: where an array lies must not decide who is faster."""
+    nbytes = 4 * int(np.prod(shape))
+    raw = np.empty(nbytes + 4096, "u1")
+    start = -raw.ctypes.data % 4096
+    return raw[start:start + nbytes].view("float32").reshape(shape)
+
+
+def total(n, p, rank=0):
+    """The sum of all ranks' values."""
+    return (np.arange(n, dtype="float32") % 1000) * p + p * (p - 1) // 2
+
+
+def piece(x, p, rank):
+    """A rank's piece of a vector that divides."""
+    return x.reshape(p, -1)[rank]
+
+
+def in_place():
+    """MPI's word for a sum that takes the place of what is summed."""
+    from mpi4py import MPI
+    return MPI.IN_PLACE
+
+
+class Kind(NamedTuple):
+    """A collective: its title, what a rank has before and after it, and MPI's own call for that."""
+    title: str
+    before: object                  # (n, p, rank) -> array
+    after: object                   # (n, p, rank) -> array
+    mpi: object                     # (MPI's communicator, what is sent, what comes out) -> a call
+    in_place: bool = False          # does the result take the place of what is sent?
+
+
+CASES = {
+    "all_reduce": Kind(
+        "in place", lambda n, p, r: values(n, r), total,
+        lambda mpi, x, out: partial(mpi.Allreduce, in_place(), out), in_place=True),
+    "reduce_scatter": Kind(
+        "size of the input", lambda n, p, r: values(n, r), lambda n, p, r: piece(total(n, p), p, r),
+        lambda mpi, x, out: partial(mpi.Reduce_scatter_block, x, out)),
+    "all_gather": Kind(
+        "size of the output", lambda n, p, r: piece(values(n, 0), p, r),
+        lambda n, p, r: values(n, 0), lambda mpi, x, out: partial(mpi.Allgather, x, out)),
+    "all_to_all": Kind(
+        "size of a rank's input", lambda n, p, r: values(n, r).reshape(p, -1),
+        lambda n, p, r: np.stack([piece(values(n, source), p, r) for source in range(p)]),
+        lambda mpi, x, out: partial(mpi.Alltoall, x, out)),
+    "broadcast": Kind(
+        "from rank 0", lambda n, p, r: values(n, r), lambda n, p, r: values(n, 0),
+        lambda mpi, x, out: partial(mpi.Bcast, out, 0), in_place=True),
+    "reduce": Kind(
+        "to rank 0", lambda n, p, r: values(n, r), lambda n, p, r: total(n, p) * (r == 0),
+        lambda mpi, x, out: partial(mpi.Reduce, x, out, root=0)),
+}
+
+
 class Case(NamedTuple):
-    """A collective on arrays of one size: after call() or mpi(), result must be as expected."""
+    """A collective on arrays of one size: after reset() and call(), result must be as expected."""
     nbytes: int
     reset: object
     call: object
-    mpi: object
+    mpi: object                     # None without MPI
     result: np.ndarray
     expected: np.ndarray
 
 
-def values(n, rank):
-    """Whole numbers that differ from rank to rank; their sum over ranks is exact."""
-    return np.add(np.arange(n, dtype="float32") % 1000, rank, out=empty(n))
-
-
-def empty(n):
-    """n numbers at the start of a page: where an array lies must not decide who is faster."""
-    raw = np.empty(4 * n + 4096, "u1")
-    start = -raw.ctypes.data % 4096
-    return raw[start:start + 4 * n].view("float32")
-
-
-def total(n, p):
-    return (np.arange(n, dtype="float32") % 1000) * p + p * (p - 1) // 2
-
-
-def all_reduce(n, group, mpi):
-    source, x = values(n, group.rank), empty(n)
-    return Case(x.nbytes, lambda: np.copyto(x, source),
-                partial(collectives.all_reduce, x, group, out=x),
-                lambda: mpi.Allreduce(IN_PLACE, x), x, total(n, group.size))
-
-
-def reduce_scatter(n, group, mpi):
-    x, m = values(n, group.rank), n // group.size
-    piece = empty(m)
-    return Case(x.nbytes, lambda: piece.fill(0),
-                partial(collectives.reduce_scatter, x, group, out=piece),
-                lambda: mpi.Reduce_scatter_block(x, piece), piece,
-                total(n, group.size)[m * group.rank:][:m])
-
-
-def all_gather(n, group, mpi):
-    whole, m = empty(n), n // group.size
-    piece = empty(m)
-    piece[...] = values(n, 0)[m * group.rank:][:m]
-    return Case(whole.nbytes, lambda: whole.fill(0),
-                partial(collectives.all_gather, piece, group, out=whole),
-                lambda: mpi.Allgather(piece, whole), whole, values(n, 0))
-
-
-def all_to_all(n, group, mpi):
-    m, p = n // group.size, group.size
-    rows, came = values(n, group.rank).reshape(p, m), empty(n).reshape(p, m)
-    expected = np.stack([values(n, r).reshape(p, m)[group.rank] for r in range(p)])
-    return Case(rows.nbytes, lambda: came.fill(0),
-                partial(collectives.all_to_all, rows, group, out=came),
-                lambda: mpi.Alltoall(rows, came), came, expected)
-
-
-def broadcast(n, group, mpi):
-    source, x = values(n, group.rank), empty(n)
-    return Case(x.nbytes, lambda: np.copyto(x, source),
-                partial(collectives.broadcast, x, group, out=x),
-                lambda: mpi.Bcast(x, 0), x, values(n, 0))
-
-
-def reduce(n, group, mpi):
-    x, out = values(n, group.rank), empty(n)
-    expected = total(n, group.size) if group.rank == 0 else np.zeros(n, "float32")
-    return Case(x.nbytes, lambda: out.fill(0),
-                partial(collectives.reduce, x, group, out=out),
-                lambda: mpi.Reduce(x, out, root=0), out, expected)
-
-
-CASES = {f.__name__: f for f in (all_reduce, reduce_scatter, all_gather, all_to_all, broadcast,
-                                reduce)}
-DONE = {"all_reduce": "in place", "reduce_scatter": "size of the input", "all_gather":
-        "size of the output", "all_to_all": "size of a rank's input", "broadcast": "from rank 0",
-        "reduce": "to rank 0"}
-IN_PLACE = None                             # MPI's constant, once there is an MPI
+def make(collective, n, group):
+    """Make the arrays of a Case: n numbers on each rank, or n in all."""
+    kind, where = CASES[collective], (n, group.size, group.rank)
+    expected, source = kind.after(*where), kind.before(*where)
+    out, sent = empty(expected.shape), empty(source.shape)
+    sent[...] = source
+    reset = partial(np.copyto, out, source) if kind.in_place else partial(out.fill, 0)
+    mpi = reference(group)
+    return Case(4 * n, reset,
+                partial(getattr(collectives, collective), out if kind.in_place else sent, group,
+                        out=out),
+                mpi and kind.mpi(mpi, sent, out), out, expected)
 
 
 def reference(group):
     """The MPI communicator under a group, for MPI's own collectives; None without MPI."""
-    global IN_PLACE
-    try:
-        from minidist.ranks.processes import MPI
-    except ImportError:
-        return None
-    IN_PLACE = MPI.IN_PLACE
     return getattr(group.plain.bare, "mpi", None)
 
 
@@ -196,9 +192,9 @@ def reference(group):
 
 def measure(collective, nbytes, algorithm, group):
     """Time all contenders on one size -> a list of rows, MPI's own first."""
-    mpi, p = reference(group), group.size
-    case = CASES[collective](max(p, nbytes // 4 // p * p), group, mpi)
-    calls = {} if mpi is None else {"mpi": case.mpi}
+    p = group.size
+    case = make(collective, max(p, nbytes // 4 // p * p), group)
+    calls = {} if case.mpi is None else {"mpi": case.mpi}
     for name in contenders(collective, case.nbytes, p, algorithm):
         calls[name] = case.call if name.startswith("auto:") else partial(case.call, algorithm=name)
     times = timed(case, calls, rounds(case.nbytes), group)
@@ -255,9 +251,11 @@ def row(collective, name, nbytes, p, times, wrong):
     med, low, high = np.median(times[name]), min(times[name]), max(times[name])
     mpi = float(np.median(times["mpi"])) if "mpi" in times else None
     algbw = nbytes / med / 1e9
-    return Row(collective, name, p, nbytes, float(med) * 1e6, float(low) * 1e6, float(high) * 1e6,
-               mpi and mpi * 1e6, mpi and float(mpi / med), float(algbw),
-               float(algbw * bus_factor(collective, p)), wrong)
+    return Row(collective=collective, algorithm=name, ranks=p, bytes=nbytes,
+               t_med_us=float(med) * 1e6, t_min_us=float(low) * 1e6, t_max_us=float(high) * 1e6,
+               t_mpi_us=mpi and mpi * 1e6, ratio=mpi and float(mpi / med),
+               algbw_GBps=float(algbw), busbw_GBps=float(algbw * bus_factor(collective, p)),
+               wrong=wrong)
 
 
 # --- Showing. ---
@@ -266,11 +264,16 @@ def header(group):
     """Say what it runs on."""
     mpi = reference(group)
     library = "no MPI" if mpi is None else library_version()
-    return (f"# {group.size} ranks on {len(os.sched_getaffinity(0))} cores, {platform.machine()} "
+    return (f"# {group.size} ranks on {cores()} cores, {platform.machine()} "
             f"{cpu()}; {library}\n# Python {platform.python_version()}, NumPy {np.__version__}, "
             f"{os.environ.get('OMP_NUM_THREADS', '?')} BLAS thread per rank, counters and watchdog "
             f"on\n# time: of the slowest rank, median of the rounds [min, max], after {WARM_UP} to "
             "warm up\n# ratio: MPI's time / ours.  GB = 1e9 bytes")
+
+
+def cores():
+    """How many cores this process may use; macOS does not say, so there: how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def library_version():

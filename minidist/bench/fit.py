@@ -1,6 +1,6 @@
 """What a table of times says about the machine: latency, bandwidth, cost of adding; and a picture.
 
-    time = steps x alpha + bytes sent x beta + bytes added x gamma          (traffic.terms)
+    time = steps x alpha + bytes sent x beta + bytes added x gamma          (cost.messages.terms)
 
 Every row of an algorithm with known terms is one equation; each is divided by its time, so that a
 microsecond counts as much among ten as a millisecond among ten thousand.
