@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from minidist import BadInput
-from minidist.ranks import launch
+from minidist.ranks import environment
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         raise BadInput(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
     def print_help(self, file=None):
-        if launch.my_rank() == 0:
+        if environment.rank() == 0:
             super().print_help(file)
 
 

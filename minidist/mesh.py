@@ -154,7 +154,7 @@ def group_lines(sizes, shown):
 def main():
     """The command.  What it needs is imported here: a mesh needs no launcher."""
     from minidist import flags
-    from minidist.ranks import launch
+    from minidist.ranks import environment
     parser = flags.Parser(
         prog="python -m minidist.mesh", description="Draw a mesh; no ranks are needed.",
         epilog="example: python -m minidist.mesh --dp 2 --pp 2 --tp 2")
@@ -165,7 +165,7 @@ def main():
     args = parser.parse_args()
     sizes = ordered({axis: getattr(args, axis) for axis in ORDER}, args.order.split(","))
     shape = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
-    if launch.my_rank() == 0:
+    if environment.rank() == 0:
         print(f"DeviceMesh {shape}: {math.prod(sizes.values())} ranks, outermost axis first\n")
         print("\n".join(picture(sizes)))
 

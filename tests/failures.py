@@ -5,6 +5,7 @@ The line at which the others wait, or which raises, ends with the comment "# <- 
 import os
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
@@ -127,6 +128,15 @@ def killed(comm):
         time.sleep(0.6)
         os.kill(os.getpid(), signal.SIGKILL)
     comm.recv(np.empty(10), 1)                                        # <- killed
+
+
+def killed_waiting(comm):
+    """The one that dies waits, as the others do; mpiexec kills one that computes."""
+    if comm.rank == 1:
+        threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while comm.rank == 2:
+        time.sleep(0.01)
+    comm.recv(np.empty(10), 1 if comm.rank == 0 else 2)               # <- killed_waiting
 
 
 def interrupted(comm):

@@ -50,6 +50,7 @@ WAITS = {
     "stream_waits": (70, "rank 0 (stream) waits", "has nothing to do there"),
     "os_exit": (None, "rank 1 died without a word", "rank 0 waits for rank 1"),
     "killed": (None, "rank 1 died without a word", "rank 0 waits for rank 1"),
+    "killed_waiting": (None, "rank 1 died without a word", "rank 0 waits for rank 1, which died"),
     "bad_input_on_one": (2, "[rank 1] error: no file x.txt; give another", "in barrier #2"),
 }
 
@@ -62,6 +63,7 @@ def test_the_supervisor_or_a_rank_tells(name):
     for word in [*words, place(name), "recv" if "send" not in name else "", "group world"]:
         assert word in screen, f"{word!r} is not in\n{screen}"
     assert screen.count("  cause:") == 1, screen
+    assert screen.count("died without a word") <= 2, screen       # the first, and in the cause
 
 
 def test_small_sends_in_a_cycle_hang_only_where_sends_are_synchronous():

@@ -23,13 +23,13 @@ from minidist.ranks.buffers import CODES, Scratch, incoming, outgoing, unlike
 from minidist.ranks.counting import Counting
 from minidist.ranks.stream import Stream, Worker
 from minidist.ranks.threads import Deadlock                                        # noqa: F401
-from minidist.ranks.wire import Closed, Request
+from minidist.ranks.wire import Closed, Closing, Request
 
 
-class Comm(Counting):
+class Comm(Counting, Closing):
     """A group of ranks.  rank: mine; size: how many; name: for reports; axes: of the mesh
 
-    `with` a Comm, the group is closed at the end of the block.
+    With `with`, it is closed at the end of the block.
     """
 
     def __init__(self, wires, name="world", parent=None, axes=()):
@@ -41,7 +41,6 @@ class Comm(Counting):
         # never pair up, in whatever order the ranks come to them.  _wire: the one in use now.
         self.plain, self.collective = wires
         self._wire, self._status = self.plain, self.plain.status
-        self._sequence, self._tag = 0, 0                  # of collective calls
         self.scratch, self._link, self._children = Scratch(), None, []
         self._sent = set()                                # requests that nobody has waited for
         self.closed, self._parent, self._stream, self._worker = False, parent, None, None
@@ -80,7 +79,8 @@ class Comm(Counting):
 
     def sendrecv(self, x, to, into, source):
         """Send x and receive into at the same time, so that a cycle cannot block; return into."""
-        # Every collective spends its time here: _out, _in, _begin and _end, without the calls.
+        # _out, _in, _begin and _end by hand: every collective spends its time here, and their calls
+        # would make 1.2 us of the 0.8 us that Python takes for one.
         try:
             tag = expected = self._tag + CODES[x.dtype]
             if into.dtype is not x.dtype:
@@ -95,13 +95,14 @@ class Comm(Counting):
         count = self._count or self._unlabelled("sendrecv")
         count.messages += 1
         count.bytes += nbytes
-        started = self._events and self._starts("sendrecv", to, source, nbytes, into.nbytes)
+        started = None if self._events is None else self._starts(
+            "sendrecv", to, source, nbytes, into.nbytes)
         status.now = self, "sendrecv", to, source, nbytes
         try:
             came = self._wire.sendrecv(x, to, tag, into, source)
         finally:
             status.now = None
-            if started:
+            if started is not None:
                 self._log(started)
         if came != (expected, into.nbytes):
             raise unlike(self, came, expected, into, source)
@@ -147,14 +148,15 @@ class Comm(Counting):
         count = self._count or self._unlabelled("exchange")
         count.messages += len(moves)
         count.bytes += out
-        started = self._events and [self._starts("exchange", to, source, x.nbytes, into.nbytes)
-                                    for x, to, into, source in moves]
+        started = [] if self._events is None else [
+            self._starts("exchange", to, source, x.nbytes, into.nbytes)
+            for x, to, into, source in moves]
         self._status.now = self, "exchange", None, None, out
         try:
             came = self._wire.exchange(moves, tags, out + incoming)
         finally:
             self._status.now = None
-            for entry in started or ():
+            for entry in started:
                 self._log(entry)
         if came != expected:
             k = [a != b for a, b in zip(came, expected)].index(True)
@@ -193,7 +195,7 @@ class Comm(Counting):
     def current(self):
         """What this group does now, for reports -> (name, number of the collective or 0, detail)"""
         if self._operation is not None:
-            return self._operation.name, self._sequence, self._operation.detail
+            return self._operation.name, self._sequence, self._detail
         return (self._label.name if self._label else ""), 0, None
 
     # -- groups, streams, links -----------------------------------------------------------
@@ -204,27 +206,33 @@ class Comm(Counting):
         axes: the names of the mesh axes along which the members of a group lie.
         """
         key = self.rank if key is None else key
-        wires = self._form(lambda: self.plain.bare.split(color, key))
+        wires = self._form(lambda wire: wire.split(color, key))
         return wires and Comm(wires, name or f"{self.name}[{color}]", self, axes)
 
     def node(self):
         """Form the group of the ranks on my machine.  Collective"""
-        return Comm(self._form(lambda: self.plain.bare.node()), "node", self)
+        return Comm(self._form(lambda wire: wire.node()), "node", self)
 
     def stream(self):
         """Make a background stream: a communicator for this rank's second thread.  Collective"""
-        wires = self._form(lambda: self.plain.bare.dup())
+        wires = self._form(lambda wire: wire.dup())
         root = self._root
         root._worker = root._worker or Worker(root.plain.bare)
         wires = [wire.beside(root._worker.wire) for wire in wires]
         return Stream(Comm(wires, self.name, self, self.axes), self.plain.bare, root)
 
     def _form(self, make):
-        """Make the two wires of a new group, or None; a rank that waits here shows in reports."""
-        self._status.now = self, "split", None, None, 0
-        try:
-            wire = make()
+        """Make the two wires of a new group, or None."""
+        def both():
+            wire = make(self.plain.bare)
             return wire and (wire, wire.dup())
+        return self._together("split", both)
+
+    def _together(self, kind, act):
+        """Do what every rank does; one that waits here shows in reports."""
+        self._status.now = self, kind, None, None, 0
+        try:
+            return act()
         finally:
             self._status.now = None
 
@@ -247,27 +255,13 @@ class Comm(Counting):
             return
         for child in list(self._children):
             child.close()
-        self._status.now = self, "close", None, None, 0
-        try:
-            self.plain.bare.close()
-            self.collective.bare.close()
-        finally:
-            self._status.now = None
-        self.closed, self.scratch = True, Scratch()
+        self._together("close", lambda: (self.plain.bare.close(), self.collective.bare.close()))
+        self.closed, self._link, self.scratch = True, None, Scratch()
         self.plain = self.collective = self._wire = Closed(self.name)
         if self._parent is not None:
             self._hand_over(self._parent)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *error):
-        if kind is None:                                  # else the others may never come to close
-            self.close()
-
     def _use(self, port):
-        if self.closed:
-            return
         self._link = port
         self.plain, self.collective = link.over(self.plain, port), link.over(self.collective, port)
         self._wire = self.plain if self._operation is None else self.collective
@@ -312,6 +306,9 @@ def run_threads(n, fn, *args, sync=False, timeout=None, link=None):
     The first rank's error is raised here; a deadlock at once, with who waits for whom.
     sync: every send waits for its receive.  timeout: seconds.  link: (latency, bandwidth).
     """
+    if n < 1:
+        raise BadInput(f"run_threads({n}, ...) runs nothing: give 1 rank or more")
+
     def body(wire):
         comm = Comm((wire, wire.dup()))
         if link is not None:

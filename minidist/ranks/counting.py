@@ -58,56 +58,22 @@ class Event:
     kind: str                  # "send" or "recv"; a sendrecv is one of each
 
 
-class Log(list):
-    """A list of Events that is true even while it is empty: something is recording."""
-
-    def __bool__(self):
-        return True
-
-
 class Label:
-    """`with` this, messages of a Comm are counted under one name."""
+    """`with` this, messages of a Comm are counted under one name.
 
-    def __init__(self, comm, name, collective):
-        self.comm, self.name, self.collective = comm, name, collective
+    code: what the tags of a collective's messages say; 0 for a label that is no collective.
+    """
+    __slots__ = "comm", "name", "code", "count", "detail"
+
+    def __init__(self, comm, name, code):
+        self.comm, self.name, self.code, self.detail = comm, name, code, None
         self.count = comm.counts.setdefault(name, Count())
-        self.code, self.detail = code_of(name) << 5, None
 
     def __enter__(self):
-        comm = self.comm
-        if comm._label is None:
-            comm._label, comm._count = self, self.count
-            self.count.calls += 1
-        else:
-            comm._inner_labels += 1
-        if not self.collective:
-            return
-        if comm._operation is not None:
-            comm._inner_operations += 1
-            return
-        # A call of its own: numbered, with the tag and the wire of its messages.
-        comm._operation, comm._wire = self, comm.collective
-        comm._sequence = number = comm._sequence + 1
-        comm._tag = self.code + number % 32
-        if comm.check:
-            try:
-                comm._same_call()
-            except ValueError:
-                self.__exit__()                    # `with` does not, for an error on the way in
-                raise
+        self.comm._enter(self)
 
-    def __exit__(self, *error):
-        comm = self.comm
-        if comm._inner_labels:
-            comm._inner_labels -= 1
-        else:
-            comm._label = comm._count = None
-        if not self.collective:
-            return
-        if comm._inner_operations:
-            comm._inner_operations -= 1
-        else:
-            comm._operation, comm._wire, comm._tag = None, comm.plain, 0
+    def __exit__(self, kind, error, trace):
+        self.comm._leave()
 
 
 def code_of(name):
@@ -132,8 +98,10 @@ class Counting:
     def __init__(self):
         self.counts, self._labels, self._events = {}, {}, None
         self._closed = {}                                       # counts of groups that are closed
-        self._label = self._count = self._operation = None      # of the outermost `with`
-        self._inner_labels = self._inner_operations = 0
+        self._label = self._count = None                        # of the outermost block
+        self._operation = self._detail = None                   # of the outermost collective
+        self._sequence, self._tag = 0, 0
+        self._depth = self._began = 0                           # open blocks, now and before it
 
     def operation(self, name, detail=None):
         """`with` this, messages belong to one collective call, which every rank of the group makes.
@@ -142,7 +110,7 @@ class Counting:
         """
         label = self._labels.get(name)
         if label is None:
-            label = self._labels[name] = Label(self, name, collective=True)
+            label = self._labels[name] = Label(self, name, code_of(name) << 5)
         label.detail = detail
         return label
 
@@ -150,8 +118,39 @@ class Counting:
         """`with` this, messages are counted under name; other ranks need not do the same."""
         label = self._labels.get((name,))
         if label is None:
-            label = self._labels[name,] = Label(self, name, collective=False)
+            label = self._labels[name,] = Label(self, name, 0)
         return label
+
+    def _enter(self, label):
+        """Open a block.  The outermost one counts; the outermost collective gives the tag"""
+        depth = self._depth
+        self._depth = depth + 1
+        if not depth:
+            self._label, self._count = label, label.count
+            label.count.calls += 1
+        if label.code and self._operation is None:
+            self._operation, self._detail, self._wire = label, label.detail, self.collective
+            self._began = depth
+            self._sequence = number = self._sequence + 1
+            self._tag = label.code + number % 32
+            if self.check:
+                self._compare()
+
+    def _compare(self):
+        """MINIDIST_CHECK=1: raise if another rank makes another call."""
+        try:
+            self._same_call()
+        except ValueError:
+            self._leave()                          # `with` does not, for an error on the way in
+            raise
+
+    def _leave(self):
+        """Close the innermost block."""
+        self._depth = depth = self._depth - 1
+        if depth == self._began and self._operation is not None:
+            self._operation, self._wire, self._tag = None, self.plain, 0
+        if not depth:
+            self._label = self._count = None
 
     @contextmanager
     def counting(self):
@@ -183,7 +182,7 @@ class Counting:
     @contextmanager
     def recording(self):
         """Log every message of the block, in this group and those made from it, as Events."""
-        log = Log()
+        log = []
         for c in self._everyone():
             c._events = log
         try:
@@ -195,17 +194,18 @@ class Counting:
     # -- around every message -------------------------------------------------------------
 
     def _begin(self, kind, to, source, nbytes, incoming=0):
-        """Count a message, and say what this thread is about to wait for."""
+        """Count a message, and say what this thread is about to wait for -> for _end"""
         count = self._count or self._unlabelled(kind)
         if to is not None:
             count.messages += 1
             count.bytes += nbytes
         self._status.now = self, kind, to, source, nbytes or incoming
-        return self._events and self._starts(kind, to, source, nbytes, incoming)
+        if self._events is not None:
+            return self._starts(kind, to, source, nbytes, incoming)
 
     def _end(self, started):
         self._status.now = None
-        if started:
+        if started is not None:
             self._log(started)
 
     def _unlabelled(self, kind):

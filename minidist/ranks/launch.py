@@ -11,7 +11,7 @@ then says which rank was first and what the others were doing, and its own statu
 """
 import importlib.util
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -78,11 +78,13 @@ def supervise(ranks, argv):
     signal.signal(signal.SIGTERM, lambda *_: (stopped.append(signal.SIGTERM), job.terminate()))
     try:
         table = watch.Table(path)
-        deaths = Deaths(table)
-        while job.poll() is None:
-            if deaths.look(0.05) and not stopped:
+        deaths = Deaths(table, path)
+        over = False
+        while not over:
+            over = job.poll() is not None              # then one more look: who was it?
+            if deaths.look(0 if over else 0.05) and not stopped:
                 tell("minidist: the job ends, since a rank has died", table, deaths.rows)
-            if deaths.rows and time.monotonic() > deaths.since + 10:
+            if deaths.rows and not over and time.monotonic() > deaths.since + 10:
                 job.terminate()
         if stopped:
             tell(f"minidist: the job was stopped ({stopped[0].name})", table, table.read())
@@ -99,45 +101,50 @@ def tell(headline, table, rows):
 
 
 class Deaths:
-    """Notices the first ranks whose process ends without having said so.
+    """Notices the first rank that ends without having said so.
+
+    Each rank holds a line to this process (watch.call), which the system hangs up when the rank
+    ends. mpiexec kills all others within milliseconds, often before this process runs again, so
+    the order counts: the system hangs up before mpiexec hears of the death, and a selector hands
+    lines out in the order in which they were hung up.
 
     rows: what everyone was doing at that moment; since: when it was.
     """
 
-    def __init__(self, table):
-        self.table, self.poll = table, select.poll()
-        self.ranks, self.rows, self.since = {}, [], None      # ranks: of each process descriptor
+    def __init__(self, table, path):
+        self.table, self.rows, self.since = table, [], None
+        self.door, self.selector = watch.listen(path), selectors.DefaultSelector()
+        self.selector.register(self.door, selectors.EVENT_READ)
 
     def look(self, seconds):
-        """Wait up to so many seconds for a rank's process to end -> was it the first death?"""
-        gone = self.find_processes()
-        for fd, _ in self.poll.poll(1000 * seconds):
-            self.poll.unregister(fd)
-            gone.add(self.ranks[fd])
-        if self.rows or not any(r.rank in gone and not r.end for r in self.table.read()):
-            return False
-        self.rows, self.since = self.table.read(), time.monotonic()
-        for row in self.rows:
-            if row.rank in gone:
-                row.end = row.end or watch.DIED
-        return True
+        """Wait up to so many seconds for a rank to end -> was it the first death?"""
+        gone, rows = self.hung_up(seconds), self.table.read()
+        for rank in gone if not self.rows else ():
+            mine = [row for row in rows if row.rank == rank]
+            if mine and not any(row.end for row in mine):
+                for row in mine:
+                    row.end = watch.DIED
+                self.rows, self.since = rows, time.monotonic()
+                return True
+        return False
 
-    def find_processes(self):
-        """Watch the processes of all ranks with a row -> the ranks that are gone already"""
-        gone = set()
-        for row in self.table.read():
-            if row.thread == "main" and row.rank not in self.ranks.values():
-                try:
-                    fd = os.pidfd_open(row.pid)
-                    self.poll.register(fd, select.POLLIN)
-                except OSError:
-                    fd = -1 - row.rank
-                    gone.add(row.rank)
-                self.ranks[fd] = row.rank
-        return gone
+    def hung_up(self, seconds):
+        """Hear all there is to hear -> the ranks that have hung up, in order"""
+        ranks = []
+        while found := self.selector.select(seconds):
+            ranks += [self.heard(key) for key, _ in found]
+            seconds = 0
+        return ranks
 
-
-# Names that others use.
-my_rank = environment.rank
-mpiexec = environment.mpiexec
-ENVIRONMENT = environment.SETTINGS
+    def heard(self, key):
+        """Answer a new line, or hear who is at its other end -> the rank that hung up, or None"""
+        line, rank = key.fileobj, key.data
+        if line is self.door:
+            self.selector.register(line.accept()[0], selectors.EVENT_READ)
+        elif told := line.recv(16):
+            self.selector.modify(line, selectors.EVENT_READ, int(told))
+        else:
+            self.selector.unregister(line)
+            line.close()
+            return rank
+        return None

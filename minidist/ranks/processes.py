@@ -98,14 +98,22 @@ class MPIWire(Wire):
 
     def split(self, color, key):
         """Form groups of equal color, ordered by (key, rank); None for color None."""
-        mpi = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
-        return None if color is None else MPIWire(mpi, self.status, self.statuses)
+        wire = self._formed(self.mpi.Split, MPI.UNDEFINED if color is None else color, key)
+        return None if color is None else wire
 
     def node(self):
-        return MPIWire(self.mpi.Split_type(MPI.COMM_TYPE_SHARED), self.status, self.statuses)
+        return self._formed(self.mpi.Split_type, MPI.COMM_TYPE_SHARED)
 
     def dup(self):
-        return MPIWire(self.mpi.Dup(), self.status, self.statuses)
+        return self._formed(self.mpi.Dup)
+
+    def _formed(self, call, *args):
+        try:
+            mpi = call(*args)
+        except MPI.Exception as error:             # MPICH has 2048, two to a group
+            raise RuntimeError("MPI forms no more groups: close groups, meshes and streams that "
+                               f"nobody needs any more ({error})") from error
+        return mpi and MPIWire(mpi, self.status, self.statuses)
 
     def thread(self, name, end):
         """The same communicator for a new thread of this rank, which dies with the process."""

@@ -138,6 +138,8 @@ def start_watchdog(wire):
     # Several machines have several tables; the first machine is the first to lose its patience.
     dog = watch.Watchdog(watch.Table(path), wire.rank, wire.statuses, wire.abort,
                          patience=5 * node.ranks[0] / wire.size)
+    if theirs:
+        dog.line = watch.call(path, wire.rank)
     node.close()                                  # which waits: every row is there
     if not theirs and node.rank == 0:
         os.unlink(path)

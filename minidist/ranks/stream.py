@@ -14,6 +14,7 @@ import threading
 
 from minidist.ranks import report
 from minidist.ranks.threads import Stopped
+from minidist.ranks.wire import Closing
 
 
 class Worker:
@@ -43,10 +44,10 @@ class Worker:
         self.wire.leave()
 
 
-class Stream:
+class Stream(Closing):
     """Runs functions in order on the Worker.  comm: the communicator they are given
 
-    It ends with close(), or with `with`.
+    With `with`, it is closed at the end of the block.
     """
 
     def __init__(self, comm, caller, root):
@@ -80,13 +81,6 @@ class Stream:
             self.root._worker = None
         if self.error is not None and not self.told:
             raise self.error
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *error):
-        if kind is None:                           # else the others may never come to close
-            self.close()
 
 
 class Work:

@@ -14,6 +14,8 @@ import fcntl
 import json
 import mmap
 import os
+import socket
+import sys
 import tempfile
 import threading
 import time
@@ -32,6 +34,30 @@ def create(size):
     os.ftruncate(file, ROW * (1 + size))
     os.close(file)
     return path
+
+
+def listen(path):
+    """Open the launcher's end of the lines over which it notices that a rank has ended."""
+    door = socket.socket(socket.AF_UNIX)
+    door.bind(door_of(path))
+    door.listen(1024)
+    return door
+
+
+def call(path, rank):
+    """Open a rank's end of its line to the launcher: it is hung up when this process ends."""
+    line = socket.socket(socket.AF_UNIX)
+    try:
+        line.connect(door_of(path))
+        line.sendall(str(rank).encode())
+    except OSError:                               # a launcher that has gone: nobody to tell
+        pass
+    return line
+
+
+def door_of(path):
+    """The address that belongs to a table.  Linux needs no file for it, and no short path"""
+    return "\0" + os.path.basename(path) if sys.platform == "linux" else path + ".door"
 
 
 class Table:

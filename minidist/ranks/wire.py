@@ -54,6 +54,17 @@ class Wire:
         return came
 
 
+class Closing:
+    """What `with` closes at the end of the block, by a close() that every rank calls."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *error):
+        if kind is None:                           # else the others may never come to close
+            self.close()
+
+
 class Closed:
     """The wire of a group that has been closed: whatever is asked of it is refused."""
 
