@@ -1,7 +1,8 @@
 """Placement: how each parameter lies on the mesh, and the one rule that finishes its gradient.
 
-A parameter names the axes along which it is cut, in the order of cutting; along every other
-axis of the mesh it is replicated, that is whole and bitwise the same on all ranks:
+A parameter names the axes along which it is cut, in the order of cutting (a tuple of axes, where
+they are cut together); along every other axis of the mesh it is replicated, that is whole and
+bitwise the same on all ranks:
 
     Shard(dim, parts)   rank r of the axis holds the indices parts[r] along dim
     Flat(shape)         flattened, padded, cut into equal pieces, whatever the shape
@@ -17,6 +18,9 @@ rank has seen some of the tokens (dp, cp) or some of the sequence (tp, under sp)
 A strategy completes an axis itself during backward or names it partial, never both. What
 needs to know where things lie asks here: cutting, gathering, finishing, norms, comparing.
 
+    cut, lay    the whole -> my piece        everything    all parameters of all ranks, by name
+    join        my piece -> the whole        audit         who holds what
+
 Price: one all_reduce per partial parameter, and one of 4 bytes per parameter to agree on
 which were used at all. See cost.finalize_bytes.
 
@@ -27,8 +31,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minidist.collectives import all_gather, all_reduce, reduce_scatter
+from minidist.collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from minidist.engine.optim import square_sum
+from minidist.mesh import AXES, axes_of, notes, spelled
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +42,10 @@ class Shard:
     dim: int
     parts: list
     comm: object = field(repr=False)
+
+    @property
+    def key(self):
+        return self.dim, [list(map(int, part)) for part in self.parts]
 
     def cut(self, x):
         """Keep my indices.  [n, ...] -> [n_r, ...]"""
@@ -50,10 +59,6 @@ class Shard:
     def __str__(self):
         return f"dim {self.dim}"
 
-    def same(self, other):
-        return (isinstance(other, Shard) and self.dim == other.dim
-                and all(map(np.array_equal, self.parts, other.parts)))
-
 
 @dataclass(frozen=True, eq=False)
 class Flat:
@@ -62,9 +67,19 @@ class Flat:
     comm: object = field(repr=False)
 
     @property
+    def key(self):
+        return tuple(self.shape)
+
+    @property
     def size(self):
         """Number of elements in one piece, padding included."""
         return -(-math.prod(self.shape) // self.comm.size)
+
+    @property
+    def mine(self):
+        """Where my piece lies in the flattened array, without the padding."""
+        n, start = math.prod(self.shape), self.comm.rank * self.size
+        return slice(min(start, n), min(start + self.size, n))
 
     def pad(self, x):
         """Lay x out for the ranks, one row each.  shape -> [p, size]"""
@@ -77,14 +92,13 @@ class Flat:
         return self.pad(x)[self.comm.rank].copy()
 
     def join(self, x):
-        """Gather all pieces and drop the padding.  [size] -> shape"""
+        """Gather all pieces and drop the padding, if they have it.  [size] -> shape"""
+        if x.size < self.size:
+            x = np.concatenate([x, np.zeros(self.size - x.size, x.dtype)])
         return all_gather(x, self.comm)[:math.prod(self.shape)].reshape(self.shape)
 
     def __str__(self):
         return "flattened"
-
-    def same(self, other):
-        return isinstance(other, Flat) and self.shape == other.shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +106,10 @@ class Held:
     """Whole on the given coordinates of the axis, absent elsewhere; comm joins the holders."""
     stages: tuple
     comm: object = field(repr=False)
+
+    @property
+    def key(self):
+        return tuple(self.stages)
 
     def cut(self, x):
         return x
@@ -102,8 +120,10 @@ class Held:
     def __str__(self):
         return f"on {', '.join(map(str, self.stages))} only"
 
-    def same(self, other):
-        return isinstance(other, Held) and tuple(self.stages) == tuple(other.stages)
+
+def same(a, b):
+    """Do two placements cut alike, whatever their groups?"""
+    return type(a) is type(b) and a.key == b.key
 
 
 def cut(p, axis, placement):
@@ -111,9 +131,11 @@ def cut(p, axis, placement):
 
     A tied parameter is met once per place; the second time nothing is left to do."""
     if axis in p.placements:
-        if not placement.same(p.placements[axis]):
+        if not same(placement, p.placements[axis]):
             raise ValueError(f"{p.name} is cut over {axis} already, in another way")
         return
+    if twice := set(spelled([axis])) & set(spelled(p.placements)):
+        raise ValueError(f"{p.name} is cut over {min(twice)} already, it cannot be over {axis} too")
     flat = [a for a, placed in p.placements.items() if isinstance(placed, Flat)]
     if flat and isinstance(placement, Shard):
         raise ValueError(f"{p.name} is flat over {flat[0]}: it has no dimension {placement.dim} "
@@ -122,24 +144,47 @@ def cut(p, axis, placement):
     p.data = placement.cut(p.data)
 
 
+def lies(p, sliced):
+    """List how p is cut, in order; sliced: how its optimizer state and finished gradient are."""
+    return list(p.placements.values()) + (list(p.sliced.values()) if sliced else [])
+
+
 def join(p, x, sliced=False):
     """Gather the global value of x, which lies as p does; sliced: as p's finished gradient.
 
     Collective over every axis along which p is cut; the result is the same on all its ranks."""
-    lies = list(p.placements.values()) + (list(p.sliced.values()) if sliced else [])
-    for placed in reversed(lies):
+    for placed in reversed(lies(p, sliced)):
         x = placed.join(x)
     return x
 
 
+def lay(p, x, sliced=False):
+    """Keep my piece of a global value of p: the inverse of join.  No message"""
+    for placed in lies(p, sliced):
+        x = placed.cut(x)
+    return x
+
+
 # ------------------------------------------------------------------------ the gradient rule
+
+def mark_partial(p, comm):
+    """Name p's gradient partial over a group's axes, but for those along which p is cut.
+
+    So the gradient of an expert, which is cut over ep, is partial over edp alone."""
+    axes, own = set(axes_of(comm)), set(spelled(p.placements))
+    mesh = getattr(comm, "mesh", None)
+    if mesh is not None and own & set(mesh.factors(axes)) - axes:
+        axes = set(mesh.factors(axes))
+    p.partial.update(axes - own)
+
 
 def finalize(params, mesh, count):
     """Finish every gradient: sum it over its partial axes, divide it by count, once.
 
     A parameter without a gradient on some ranks adds zero there; without one on any rank it
     keeps None, so that momentum and decay leave it alone.  Collective: every rank calls."""
-    for comm, members in open_sums(params, mesh):
+    refuse_impossible(params, mesh)
+    for comm, members in [*whole_sums(params, mesh), *piece_sums(params)]:
         used = agree([p.grad is not None for p in members], comm)
         for p, anywhere in zip(members, used):
             if anywhere:
@@ -149,20 +194,46 @@ def finalize(params, mesh, count):
             p.grad /= count
 
 
-def open_sums(params, mesh):
-    """List the sums still to be taken: (Comm, its parameters), in one order on all ranks.
+def refuse_impossible(params, mesh):
+    """Raise ValueError for a sum over an axis that the mesh lacks, or over pieces."""
+    for p in params:
+        if unknown := p.partial - mesh.sizes.keys() - mesh.grid.keys():
+            raise ValueError(f"the gradient of {p.name} is partial over "
+                             f"{', '.join(sorted(unknown))}, which is no axis of {mesh}; give the "
+                             "strategy a group of the mesh, such as mesh['dp']")
+        for key, placed in p.placements.items() if p.partial else ():
+            both = {*mesh.factors(p.partial)} & {*mesh.factors([key])}
+            if both and not isinstance(placed, Held):
+                raise ValueError(f"the gradient of {p.name} cannot be partial over "
+                                 f"{', '.join(sorted(both))}: each rank holds another piece of it "
+                                 f"({placed})")
 
-    Axes along which a parameter is neither cut nor sliced are summed in one go."""
+
+def whole_sums(params, mesh):
+    """List the sums of gradients of which all ranks hold the same piece: (Comm, parameters).
+
+    The axes along which a parameter is neither cut nor sliced are summed in one go."""
     found = {}
     for p in params:
-        lies = {**p.placements, **p.sliced}
-        whole = tuple(axis for axis in mesh.sizes if axis in p.partial - lies.keys())
-        if whole and mesh[whole].size > 1:
-            found.setdefault((0, whole), (mesh[whole], []))[1].append(p)
-        for axis in p.partial & lies.keys():
-            key = 1, (axis, *getattr(lies[axis], "stages", ()))
-            found.setdefault(key, (lies[axis].comm, []))[1].append(p)
-    return [found[key] for key in sorted(found)]
+        axes = mesh.factors(p.partial.difference(spelled([*p.placements, *p.sliced])))
+        if axes and mesh[axes].size > 1:
+            found.setdefault(axes, (mesh[axes], []))[1].append(p)
+    return [found[axes] for axes in sorted(found)]
+
+
+def piece_sums(params):
+    """List the sums that leave each rank its piece, then those over the holders of a parameter.
+
+    In one order on all ranks: by axis, then by who holds it.  -> (Comm, parameters)"""
+    found = {}
+    for p in params:
+        for late, where in enumerate((p.sliced, p.placements)):
+            for key, placed in where.items():
+                axes = spelled([key])
+                if p.partial.issuperset(axes):
+                    place = late, axes, placed.key if late else ()
+                    found.setdefault(str(place), (placed.comm, []))[1].append(p)
+    return [found[place] for place in sorted(found)]
 
 
 def agree(flags, comm):
@@ -172,23 +243,34 @@ def agree(flags, comm):
 
 def add_up(p, comm):
     """Sum p's gradient over comm, where it counts as zero if there is none.  -> all or my piece"""
-    grad = np.zeros_like(p.data) if p.grad is None else p.grad
-    for flat in p.sliced.values():
-        if flat.comm is comm:
-            return reduce_scatter(flat.pad(grad), comm)[0]
-    return all_reduce(grad, comm)
+    for key, flat in p.sliced.items():
+        if flat.comm is comm and p.partial.issuperset(spelled([key])):
+            whole = np.zeros_like(p.data) if p.grad is None else p.grad
+            return reduce_scatter(flat.pad(whole), comm)[0]
+    return all_reduce(no_gradient(p, comm) if p.grad is None else p.grad, comm)
+
+
+def no_gradient(p, comm):
+    """Make zeros like the gradient that others have: of my piece, where it has been cut already.
+
+    Pieces are made before the sum over holders, or by the strategy itself."""
+    late = any(placed.comm is comm for placed in p.placements.values())
+    for key, flat in p.sliced.items():
+        if late or not p.partial.issuperset(spelled([key])):
+            return np.zeros(flat.size, p.dtype)
+    return np.zeros_like(p.data)
 
 
 # ---------------------------------------------------------------- what reads the placements
 
 def owns(p, mesh):
     """Say yes on exactly one rank for each element of p: whoever counts it counts it once."""
-    for axis, here in mesh.coords.items():
-        placed = p.sliced.get(axis) or p.placements.get(axis)
-        first = placed.stages[0] if isinstance(placed, Held) else 0
-        if here != first and not isinstance(placed, (Shard, Flat)):
+    cut_over = set()
+    for key, placed in {**p.placements, **p.sliced}.items():
+        cut_over.update(mesh.factors([key]))
+        if isinstance(placed, Held) and mesh.coords[key] != placed.stages[0]:
             return False
-    return True
+    return all(mesh.coords[axis] == 0 for axis in mesh.grid if axis not in cut_over)
 
 
 def grad_norm(params, mesh):
@@ -202,10 +284,29 @@ def total(numbers, mesh, axes):
     return all_reduce(np.array(numbers, np.float64), mesh[tuple(axes)]).tolist()
 
 
+def everything(params, mesh):
+    """Gather all parameters of the model, whatever holds them.  Collective  -> {name: whole}"""
+    return merge({p.name: join(p, p.data) for p in params}, mesh)
+
+
+def merge(arrays, mesh):
+    """Give every rank what only some stages have: {name: array} of each -> {name: array} of all.
+
+    Where several stages hold a name, the first one's array counts.  Collective"""
+    comm, found = mesh[[axis for axis in AXES if AXES[axis].stages]], {}
+    mine = [[name, x.dtype.str, x.shape] for name, x in arrays.items()]
+    for stage, held in enumerate(notes(mine, comm)):
+        for name, dtype, shape in held:
+            if name not in found:
+                own = arrays[name] if stage == comm.rank else np.empty(shape, dtype)
+                found[name] = broadcast(own, comm, root=stage)
+    return found
+
+
 def audit(params):
     """List how each parameter lies.  -> [(name, whole shape, my shape, "tp dim 0", ...)]
 
     What no axis cuts is "replicated": a layer that a strategy has forgotten is seen here."""
-    return [(p.name, str(list(p.full_shape)), str(list(p.data.shape)),
-             ", ".join(f"{axis} {placed}" for axis, placed in p.placements.items())
+    return [(p.name, str(list(p.full_shape)), str(list(p.data.shape)), ", ".join(
+             f"{'-'.join(spelled([axis]))} {placed}" for axis, placed in p.placements.items())
              or "replicated") for p in params]

@@ -26,6 +26,8 @@ from minidist import BadInput, collectives
 from minidist.engine import functional
 from minidist.engine.tensor import Tensor, no_grad
 from minidist.mappings import all_gather, reduce_scatter
+from minidist.mesh import adopt
+from minidist.placement import mark_partial
 
 TOKENS = 1                                                     # the dimension of T in [B, T, D]
 
@@ -50,13 +52,13 @@ def parallelize(model, comm, keep_input=False):
         raise ValueError("sequence parallelism needs its pair inside the layers: "
                          "tp.parallelize(model, comm, sp.enter, sp.leave) comes first")
     refuse_uneven_tokens(model.config.context, comm.size)
-    model.localizers.append(functools.partial(take_tokens, comm=comm))
+    adopt(model, comm)
+    model.localizers.append(functools.partial(narrow_stream, comm=comm))
     for layer in entries:
         if not keep_input:
             layer.wrap(functools.partial(gather_again, layer))
     for p in model.parameters():
-        if comm.name not in p.placements:
-            p.partial.add(comm.name)
+        mark_partial(p, comm)
     return model
 
 
@@ -67,7 +69,7 @@ def refuse_uneven_tokens(T, p):
                        f"use a context of {T - T % p or p} or {T - T % p + p}, or no --sp")
 
 
-def take_tokens(batch, comm):
+def narrow_stream(batch, comm):
     """Narrow the residual stream to my tokens; attention and loss still see them all."""
     refuse_uneven_tokens(len(batch.stream), comm.size)
     return batch.take_stream(comm.rank, comm.size)

@@ -1,8 +1,8 @@
 """Tensor parallelism: one layer over several ranks, so that none of them holds it whole.
 
 Cut the first matrix of a pair by columns (outputs) and the second by the matching rows (inputs),
-and each rank keeps whole hidden units, whole heads.  What lies between the two is nobody else's
-business; only the last product is a sum over the ranks:
+and each rank keeps whole hidden units, whole heads.  Between the two matrices no rank needs data
+from another; only the last product is a sum over the ranks:
 
                  rank 0   x --f--> x W1[:, 0] -> gelu -> h0 W2[0, :] --+
     x [B,T,D]                                                          +--g--> y [B,T,D] + bias
@@ -33,6 +33,7 @@ from minidist.engine import functional, nn
 from minidist.engine.functional import IGNORE
 from minidist.engine.tensor import Tensor
 from minidist.mappings import all_gather, copy_to, gather, reduce_from
+from minidist.mesh import adopt, key_of
 from minidist.placement import Shard, cut
 
 
@@ -44,9 +45,9 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, linear, parts, comm, enter=copy_to):
         self.weight, self.bias = linear.weight, linear.bias
         self.comm, self.enter = comm, enter
-        cut(self.weight, comm.name, Shard(0, parts, comm))
+        cut(self.weight, key_of(comm), Shard(0, parts, comm))
         if self.bias is not None:
-            cut(self.bias, comm.name, Shard(0, parts, comm))
+            cut(self.bias, key_of(comm), Shard(0, parts, comm))
 
     def forward(self, x):
         return functional.linear(self.enter(x, self.comm), self.weight, self.bias)
@@ -58,7 +59,7 @@ class RowParallelLinear(nn.Module):
     def __init__(self, linear, parts, comm, leave=reduce_from):
         self.weight, self.bias = linear.weight, linear.bias
         self.comm, self.leave = comm, leave
-        cut(self.weight, comm.name, Shard(1, parts, comm))
+        cut(self.weight, key_of(comm), Shard(1, parts, comm))
 
     def forward(self, x):
         y = self.leave(functional.linear(x, self.weight), self.comm)
@@ -72,7 +73,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = embedding.weight
         self.comm, self.leave = comm, leave
         self.sizes = [len(words) for words in parts]
-        cut(self.weight, comm.name, Shard(0, parts, comm))
+        cut(self.weight, key_of(comm), Shard(0, parts, comm))
 
     def forward(self, ids):
         mine, inside = localize(ids, self.sizes, self.comm.rank)
@@ -166,6 +167,7 @@ def parallelize(model, comm, enter=copy_to, leave=reduce_from):
     the whole batch and returns the whole loss.  Collective: every rank calls.
     Raises BadInput, on all ranks alike, when the heads cannot be cut."""
     refuse_uneven_heads(model.config, comm.size)
+    adopt(model, comm)
     ends = {ColumnParallelLinear: enter, RowParallelLinear: leave, VocabParallelEmbedding: leave}
     for name, part in model.parts.items():
         for pattern, path, layer, pieces in PLAN:

@@ -120,8 +120,8 @@ def test_a_mesh_that_does_not_fit_is_refused_on_all_ranks(shape, words):
 
 
 def test_an_unknown_axis_or_order_is_refused():
-    with pytest.raises(BadInput, match="no axis ep in a mesh of pp, dp, cp, tp"):
-        DeviceMesh(solo())["ep"]
+    with pytest.raises(BadInput, match="no axis xp in a mesh of pp, dp, cp, tp"):
+        DeviceMesh(solo())["xp"]
     with pytest.raises(BadInput, match="each of the axes"):
         mesh.ordered({"dp": 1, "pp": 1, "cp": 1, "tp": 1}, ("dp", "tp"))
 

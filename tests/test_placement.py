@@ -8,7 +8,7 @@ import pytest
 from minidist import placement
 from minidist.engine.nn import Parameter
 from minidist.mesh import DeviceMesh
-from minidist.placement import Flat, Held, Shard, cut, finalize, grad_norm, join
+from minidist.placement import Flat, Held, Shard, cut, finalize, grad_norm, join, same
 from minidist.ranks.comm import run_threads
 
 PARTS = {1: [[2, 0, 1, 3, 4]], 2: [[1, 3, 4], [0, 2]], 3: [[4], [], [0, 1, 2, 3]],
@@ -235,8 +235,8 @@ def test_a_norm_that_counts_replicas_is_caught(monkeypatch):
 def test_placements_say_what_they_are():
     def fn(comm):
         shard, flat = Shard(0, parts(2), comm), Flat((5,), comm)
-        assert shard.same(replace(shard)) and flat.same(replace(flat))
-        assert not shard.same(flat) and not flat.same(shard)
-        assert not Held((0,), comm).same(Held((0, 1), comm))
+        assert same(shard, replace(shard)) and same(flat, replace(flat))
+        assert not same(shard, flat) and not same(shard, Shard(1, parts(2), comm))
+        assert not same(Held((0,), comm), Held((0, 1), comm))
         return repr(flat)
     assert run_threads(2, fn) == ["Flat(shape=(5,))"] * 2
