@@ -4,8 +4,9 @@
     then, once:  sums over ranks -> / number of target tokens -> norm -> optimizer
 
 Losses and gradients stay sums until every token of the batch is in; the count comes from the data.
-A mean per micro-batch, or per rank, would weigh a token by how few others share its piece.  So the
-step is the same number however the tokens are dealt: to ranks, to micro-batches, evenly or not.
+If every micro-batch, or rank, took its own mean, a token in a short piece would count more than one
+in a long piece.  So the step is the same number however the tokens are dealt: to ranks, to
+micro-batches, evenly or not.
 
 Lesson: python -m lessons.step
 """
@@ -13,11 +14,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from minidist.engine.optim import clip_scale
-from minidist.mesh import DeviceMesh
+from minidist.mesh import AXES, mesh_of
 from minidist.placement import finalize, grad_norm, total
-from minidist.ranks.comm import solo
 
-TOKENS = "dp", "cp"                                     # the axes that share out the tokens
+STAGES = [axis for axis in AXES if AXES[axis].stages]
+PARTS = [axis for axis in AXES if AXES[axis].tokens or AXES[axis].stages]    # of the loss
 
 
 @dataclass(frozen=True)
@@ -28,33 +29,49 @@ class Step:
     norm: float
 
 
-def train_step(model, batch, optimizer, mesh=None, num_microbatches=1, max_norm=None):
+def train_step(model, batch, optimizer, mesh=None, num_microbatches=1, max_norm=None,
+               passes=None):
     """Train on one global batch, each rank on its share, in num_microbatches pieces.
 
-    A batch without targets changes nothing.
+    mesh: the model's own if it is spread over one.  A batch without targets changes nothing.
+    passes(model, micro-batches) -> loss sum: how the forward and backward passes are run
+    (None: accumulate, one by one; a pipeline: by a schedule).
     Collective: every rank calls, with the whole batch, and gets the same Step."""
-    mesh = mesh or DeviceMesh(solo())
+    mesh = mesh_of(model, mesh)
     params = model.parameters()
     model.zero_grad()
     mine = model.localize(batch)
-    loss = accumulate(model, mine.split(num_microbatches))
-    loss, count = total([loss, mine.count], mesh, TOKENS)
+    with summing(model, num_microbatches):
+        loss = (passes or accumulate)(model, mine.split(num_microbatches))
+    loss, count = summed(loss, mine.count, mesh)
     if count == 0:
         model.zero_grad()
         return Step(0.0, 0, 0.0)
     finalize(params, mesh, count)
     norm = grad_norm(params, mesh)
     optimizer.step(clip_scale(norm, max_norm))
-    return Step(loss / count, int(count), norm)
+    return Step(loss / count, count, norm)
 
 
 def accumulate(model, batches):
-    """Add up loss and gradients over micro-batches; only the last backward may communicate."""
-    no_sync = getattr(model, "no_sync", nullcontext)    # DistributedDataParallel's, or nothing
+    """Run forward and backward on each micro-batch; losses and gradients add up.  -> loss"""
     loss = 0.0
-    for i, batch in enumerate(batches):
-        with nullcontext() if i == len(batches) - 1 else no_sync():
-            out = model(batch)
-            out.backward()
+    for batch in batches:
+        out = model(batch)
+        out.backward()
         loss += out.item()
     return loss
+
+
+def summing(model, passes):
+    """Make the context in which so many backward passes are summed: a strategy's, or none."""
+    return getattr(model, "summing", nullcontext)(passes)
+
+
+def summed(loss, count, mesh):
+    """Add up loss and targets over all ranks that have a share.  -> loss, count
+
+    Only the last stage of a pipeline has a loss; every stage has the targets, and one counts."""
+    counts = count if all(mesh.coords[axis] == 0 for axis in STAGES) else 0
+    loss, count = total([loss, counts], mesh, PARTS)
+    return loss, int(count)

@@ -26,10 +26,10 @@ from minidist.engine.data import Corpus, default_text, read_text
 from minidist.engine.optim import SGD, AdamW, warmup_cosine
 from minidist.engine.tensor import no_grad
 from minidist.mesh import DeviceMesh
-from minidist.placement import join, total
+from minidist.placement import join
 from minidist.progress import History, Progress, draw
 from minidist.ranks import launch
-from minidist.step import TOKENS, train_step
+from minidist.step import summed, train_step
 
 SIZES = "context", "width", "heads", "layers", "kv_heads"
 VALIDATIONS = 10                        # how often, spread evenly over the run
@@ -156,7 +156,7 @@ def fit(run, args, progress):
             raise BadInput(f"the loss is {result.loss} at step {step}; use a smaller --lr than "
                            f"the {run.optimizer.rate:.2g} of this step")
         if run.twin and step < args.verify and not run.twin.check(
-                result, run.model, batch, args.clip or None).equal:
+                result, run.model, run.optimizer, batch, args.clip or None).equal:
             break
     validate(run, args, history)
     progress.mark(history)
@@ -171,7 +171,7 @@ def validate(run, args, history):
             batch = run.model.localize(run.corpus.batch(args.batch, args.seed, i, "val"))
             loss += run.model(batch).item()
             count += batch.count
-    loss, count = total([loss, count], run.mesh, TOKENS)
+    loss, count = summed(loss, count, run.mesh)
     history.val_losses.append(loss / count)
     history.val_steps.append(len(history.losses))
 

@@ -22,6 +22,9 @@ def slabs(*arrays):
 
     Slicing the first axis gives views whatever the strides, where flattening might copy.
     """
+    if len({a.shape for a in arrays}) > 1:
+        raise ValueError(f"arrays of shapes {', '.join(str(list(a.shape)) for a in arrays)} meet "
+                         "in one update: parameter, gradient and state must be alike")
     arrays = [a if a.ndim else a.reshape(1) for a in arrays]
     lead = arrays[0]
     rows = max(1, CHUNK // max(1, lead.size // max(1, len(lead))))
@@ -35,6 +38,10 @@ class Optimizer:
     """Hold what all optimizers share: parameters, the step count, the rate, state by name.
 
     lr is a number, or a function of the step count (1 at the first update).
+
+    Two seams let a strategy change what is written, without wrapping the optimizer:
+    target        target(p) -> (array to write, gradient or None); a function to put in its place
+    after_step    functions of nothing, called in order when all targets are written
     """
 
     def __init__(self, params, lr, weight_decay):
@@ -47,21 +54,29 @@ class Optimizer:
         self.lr, self.weight_decay = lr, weight_decay
         self.t = 0
         self.rate = None                        # the learning rate of the last update
-        self.state = {}                         # parameter name -> arrays shaped as its data
+        self.state = {}                         # parameter name -> arrays shaped as its target
+        self.after_step = []
+
+    def target(self, p):
+        """Say what is written, and with which gradient: the whole of what this rank holds."""
+        return p.data, p.grad
 
     def step(self, scale=1.0):
-        """Update every parameter that has a gradient, as if gradients were multiplied by scale."""
+        """Update every target that has a gradient, as if gradients were multiplied by scale."""
         self.t += 1
         self.rate = self.lr(self.t) if callable(self.lr) else self.lr
         for p in self.params:
-            if p.grad is not None:
-                self.update(p, scale)
+            w, g = self.target(p)
+            if g is not None:
+                self.update(p, w, g, scale)
                 p.changed()
+        for hook in self.after_step:
+            hook()
 
-    def moments(self, p, count):
-        """Return the parameter's state: `count` arrays, zero at first."""
+    def moments(self, p, w, count):
+        """Return the parameter's state: `count` arrays shaped as its target, zero at first."""
         if p.name not in self.state:
-            self.state[p.name] = tuple(np.zeros_like(p.data) for _ in range(count))
+            self.state[p.name] = tuple(np.zeros_like(w) for _ in range(count))
         return self.state[p.name]
 
     def decay(self, p):
@@ -81,9 +96,9 @@ class SGD(Optimizer):
         super().__init__(params, lr, weight_decay)
         self.momentum = momentum
 
-    def update(self, p, scale):
+    def update(self, p, target, grad, scale):
         decay = self.decay(p)
-        for w, g, *sums, step in slabs(p.data, p.grad, *self.moments(p, bool(self.momentum))):
+        for w, g, *sums, step in slabs(target, grad, *self.moments(p, target, bool(self.momentum))):
             np.multiply(g, scale, out=step)
             if decay:
                 step += decay * w
@@ -102,12 +117,12 @@ class AdamW(Optimizer):
         super().__init__(params, lr, weight_decay)
         self.betas, self.eps = betas, eps
 
-    def update(self, p, scale):
+    def update(self, p, target, grad, scale):
         b1, b2 = self.betas
         root = math.sqrt(1 - b2 ** self.t)                     # both means start at zero: undo that
         size = self.rate * root / (1 - b1 ** self.t)
         keep = 1 - self.rate * self.decay(p)
-        for w, g, m, v, s in slabs(p.data, p.grad, *self.moments(p, 2)):
+        for w, g, m, v, s in slabs(target, grad, *self.moments(p, target, 2)):
             np.multiply(g, scale * (1 - b1), out=s)
             m *= b1
             m += s                                             # m = b1 m + (1 - b1) g
@@ -144,14 +159,9 @@ def square_sum(params):
     return sum(float(np.vdot(g, g)) for grad in grads for g, _ in slabs(grad))
 
 
-def grad_norm(params):
-    """Return the norm of all gradients taken as one long vector."""
-    return math.sqrt(square_sum(params))
-
-
 def clip_grad_norm(params, max_norm):
     """Scale all gradients so that their joint norm is at most max_norm; return the norm before."""
-    norm = grad_norm(params)
+    norm = math.sqrt(square_sum(params))
     scale = clip_scale(norm, max_norm)
     for p in params:
         if p.grad is not None and scale < 1:
