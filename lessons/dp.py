@@ -218,7 +218,7 @@ def price(lesson, mesh):
         ("bytes at the start", "a broadcast of n x 8", begin, start.by_label["broadcast"].bytes))
     lesson.say(f"""
         n = {sum(q.size for q in params)}; {len(params)} flags say which parameters were used.
-        Three micro-batches send only with the last one (no_sync): accumulation saves activations,
+        Three micro-batches send only with the last one: accumulation saves activations,
         and costs no traffic.""")
 
 
@@ -297,7 +297,8 @@ def traffic(lesson, model, microbatches):
     """Count what forward and backward of one batch send."""
     model.zero_grad()
     with lesson.comm.counting() as counted:
-        step.accumulate(model, model.localize(batch_at(0)).split(microbatches))
+        with step.summing(model, microbatches):
+            step.accumulate(model, model.localize(batch_at(0)).split(microbatches))
     return counted
 
 

@@ -28,6 +28,7 @@ class _State(threading.local):
 
     def __init__(self):
         self.recording, self.replaying = True, False
+        self.deferred = None                                # the list that backward() was given
         self.depth, self.callbacks = 0, []                  # backwards running; what runs after
         self.loss_scale = 1.0
 
@@ -112,7 +113,7 @@ class Sum:
 
 def propagate(root, seed, defer=None):
     """Run backward from a node: seed is the gradient of its result."""
-    with _backward_scope(), scale_losses(_scale(seed)):
+    with _flag("deferred", defer), _backward_scope(), scale_losses(_scale(seed)):
         order, uses = _order(root)
         sums, thunks = defaultdict(Sum), defaultdict(list)
         sums[root].add(seed)
@@ -208,6 +209,11 @@ def _backward_scope():
         _state.depth -= 1
         if _state.depth == 0:
             _state.callbacks.clear()
+
+
+def deferred():
+    """Has the backward that is running put off weight gradients, for run_deferred()?"""
+    return bool(_state.deferred)
 
 
 def after_backward(fn):
