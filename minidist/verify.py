@@ -1,23 +1,38 @@
 """Verify: prove that a layout of the model over ranks is the same training as one process.
 
-                     batch --+--> train_step on the mesh ----> loss, gradients, parameters
-                             |                                       | gathered by placement
-                             +--> train_step on the twin ----> loss, gradients, parameters = ?
-                                  (rank 0 alone, plain model)
+               batch --+--> train_step on the mesh ----> loss, gradients, parameters, state
+                       |                                       | gathered by placement
+                       +--> train_step on the twin ----> loss, gradients, parameters, state = ?
+                            (rank 0 alone, plain model)    then the ranks' are taken over
 
-Compared after every step: the loss, the gradient's norm, every gradient, every parameter; and
-bitwise, on the ranks that should hold the same, parameters and gradients.
+Compared after every step: the loss, the gradient's norm, every gradient, every parameter, the
+optimizer's state; and bitwise, on the ranks that should hold the same, parameters and gradients.
+Then the twin takes over the ranks' parameters and optimizer state, so that each step is judged from
+the same start: training amplifies rounding, and equal steps from equal states are equal trainings.
 
     relative difference of a tensor = max|a - b| / max|reference|
 
 A reference that is zero up to rounding (the gradient of key biases: softmax does not see them)
 has no scale of its own; its scale is the largest gradient of the model. The bound is 1e-11 in
-float64: sums in another order differ by about 1e-16 per addition, and a few steps of training
-amplify that to some 1e-14; a real mistake, such as one missing sum, is 1e-3 or larger.
+float64: sums in another order differ by about 1e-16 per addition; a real mistake, such as one
+missing sum, is 1e-3 or larger. Where terms cancel, rounding alone can pass the bound. So before the
+twin says DIVERGED it repeats its step from parameters moved by one unit in the last place: what
+moves by so much when nothing is wrong is no difference.
 
 Compare with SGD as well as AdamW: AdamW's step does not change when all gradients are, say,
 twice too large. And give AdamW eps=1e-5: with the usual 1e-8 it divides the rounding noise of
 gradients that are exactly zero by next to nothing, and takes steps from noise.
+
+A strategy of your own, on thread ranks and a small GPT that hides nothing:
+
+    def my_strategy(model, mesh):                       # plain model in, spread model out
+        return dp.parallelize(model, mesh["dp"])
+
+    def my_optimizer(optimizer, model, mesh):           # if it changes the optimizer as well
+        optimizer.after_step.append(...)
+        return optimizer
+
+    print(verify.layout(my_strategy, my_optimizer, dp=3).line())
 
 Lesson: mpirun -n 4 python -m lessons.dp
 """
@@ -27,12 +42,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from minidist.collectives import all_reduce, broadcast
-from minidist.placement import Held, join
+from minidist.engine.data import random_batch
+from minidist.engine.gpt import GPT, GPTConfig
+from minidist.engine.nn import init
+from minidist.engine.optim import AdamW
+from minidist.mesh import DeviceMesh, notes
+from minidist.placement import Held, join, merge
+from minidist.ranks.comm import run_threads
 from minidist.step import train_step
 
 BOUND = 1e-11
 ADAMW_EPS = 1e-5
 ROUNDING = 1e-12                # this far below the largest gradient, a gradient is zero
+NOISE, TRIALS = 10, 3           # a difference is more than 10 times what moves in 3 trials
+SMALL = dict(vocab=13, context=8, width=16, heads=4, layers=3, kv_heads=2, dropout=0.0, tied=True)
 
 
 @dataclass
@@ -63,21 +86,63 @@ class Twin:
         if mesh.world.rank == 0:
             self.model = make_model()
             self.optimizer = make_optimizer(self.model.parameters())
+            self.start = self.numbers()
 
-    def check(self, step, model, batch, max_norm=None):
+    def check(self, step, model, optimizer, batch, max_norm=None):
         """Take the step that `step` reports with the twin too, and compare.  -> Verdict
 
         After a difference nothing is compared any more: the first step that differs is named."""
         if not self.verdict.equal:
             return self.verdict
-        params = model.parameters()
-        unequal, ours, differences = unequal_replicas(params, self.mesh), gathered(params), {}
+        params, found = model.parameters(), {}
+        unequal = unequal_replicas(params, self.mesh)
+        ours = merge(held(params, optimizer), self.mesh) | reported(step)
         if self.mesh.world.rank == 0:
-            reference = train_step(self.model, batch, self.optimizer, max_norm=max_norm)
-            differences.update(compare_steps(step, reference))
-            differences.update(compare(ours, gathered(self.model.parameters())))
-        self.note(differences, unequal)
+            reference = self.take_step(batch, max_norm)
+            found = compare(ours, reference)
+            if max(found.values()) > self.verdict.bound:
+                found = self.beyond_rounding(found, ours, reference, batch, max_norm)
+        self.note(found, unequal)
+        if self.mesh.world.rank == 0 and self.verdict.equal:
+            self.take_over(ours, getattr(optimizer, "t", self.optimizer.t))
+            self.start = self.numbers()
         return self.verdict
+
+    def take_step(self, batch, max_norm):
+        """Take the twin's step.  -> {what: number or array}"""
+        step = train_step(self.model, batch, self.optimizer, max_norm=max_norm)
+        return held(self.model.parameters(), self.optimizer) | reported(step)
+
+    def numbers(self):
+        """Copy parameters and optimizer state."""
+        found = held(self.model.parameters(), self.optimizer)
+        return {what: np.array(x) for what, x in found.items()}, self.optimizer.t
+
+    def take_over(self, numbers, t):
+        """Go on from these parameters, this optimizer state and this step count."""
+        for p in self.model.parameters():
+            p.data[...] = numbers[f"{p.name} parameter"]
+            state = [what for what in numbers if what.startswith(f"{p.name} optimizer state ")]
+            self.optimizer.state.pop(p.name, None)
+            if state:
+                self.optimizer.state[p.name] = tuple(np.array(numbers[what]) for what in state)
+        self.optimizer.t = t
+
+    def beyond_rounding(self, found, ours, reference, batch, max_norm):
+        """Measure differences anew, against what rounding alone can move.
+
+        The step is repeated from parameters moved by at most one unit in the last place."""
+        moved, rng = dict.fromkeys(reference, 0.0), np.random.default_rng(0)
+        for _ in range(TRIALS):
+            self.take_over(*self.start)
+            for p in self.model.parameters():
+                p.data += np.spacing(p.data) * rng.integers(-1, 2, p.shape)
+            for what, x in self.take_step(batch, max_norm).items():
+                if what in moved:
+                    moved[what] = max(moved[what], size(x - reference[what]))
+        return {what: min(gap, self.verdict.bound * size(ours[what] - reference[what])
+                          / (NOISE * moved[what])) if moved.get(what) and what in ours else gap
+                for what, gap in found.items()}
 
     def note(self, differences, unequal):
         """Take what differs most into the verdict, as rank 0 sees it."""
@@ -93,51 +158,91 @@ class Twin:
             v.worst, v.where = worst, where
 
 
-def train(make_model, make_optimizer, strategy, mesh, batches, bound=BOUND, **options):
+def train(make_model, make_optimizer, strategy, mesh, batches, bound=BOUND, equip=None, **options):
     """Train strategy(plain model, mesh) and a twin side by side.  -> Verdict
 
-    options: num_microbatches and max_norm of train_step."""
+    equip(optimizer, model, mesh) -> optimizer: what the strategy makes of the ranks' optimizer;
+    the twin's stays plain.  options: num_microbatches, max_norm and passes of train_step."""
     model = strategy(make_model(), mesh)
     optimizer = make_optimizer(model.parameters())
+    optimizer = equip(optimizer, model, mesh) if equip else optimizer
     twin = Twin(make_model, make_optimizer, mesh, bound)
     for batch in batches:
         step = train_step(model, batch, optimizer, mesh, **options)
-        if not twin.check(step, model, batch, options.get("max_norm")).equal:
+        if not twin.check(step, model, optimizer, batch, options.get("max_norm")).equal:
             break
     return twin.verdict
 
 
+# --------------------------------------------------------------------- a layout, in one line
+
+def layout(strategy, equip=None, make_optimizer=None, steps=3, rows=5, prepare=None, sync=False,
+           max_norm=0.5, num_microbatches=1, passes=None, dp=1, pp=1, cp=1, tp=1, ep=1, **config):
+    """Train a layout and its twin on thread ranks.  -> Verdict
+
+    With everything on that could hide a mistake: float64, dropout, ragged targets, grouped heads,
+    a tied head, no zero anywhere, clipping.  make_optimizer(parameters): AdamW if not given;
+    rows: of the global batch, uneven by default; prepare(model): changes the plain model first;
+    sync: with synchronous sends; config: replaces sizes of SMALL."""
+    config = GPTConfig(**{**SMALL, "dropout": 0.2, **config})
+    batches = [random_batch(config.vocab, config.context, rows, seed=7, step=t)
+               for t in range(steps)]
+
+    def plain():
+        return (prepare or perturb)(GPT(config, seed=1, dtype=np.float64))
+
+    def rank(world):
+        mesh = DeviceMesh(world, dp=dp, pp=pp, cp=cp, tp=tp, ep=ep)
+        return train(plain, make_optimizer or careful_adamw, strategy, mesh, batches, equip=equip,
+                     num_microbatches=num_microbatches, max_norm=max_norm, passes=passes)
+
+    return run_threads(dp * pp * cp * tp, rank, sync=sync, timeout=60)[0]
+
+
+def careful_adamw(params):
+    """Make the AdamW that does not step from rounding noise."""
+    return AdamW(params, lr=0.01, eps=ADAMW_EPS)
+
+
+def perturb(model, std=0.1):
+    """Move every parameter by noise from its name, so that no bias is 0 and no norm is 1."""
+    for p in model.parameters():
+        p.data += init("noise." + p.name, p.full_shape, seed=1, std=std, dtype=p.dtype)
+    return model
+
+
 # ---------------------------------------------------------------------------- comparing
 
-def gathered(params):
-    """Gather the global gradients and parameters.  {(name, kind): array or None}"""
+def held(params, optimizer):
+    """Gather all that these ranks hold of a training.  {"w gradient": whole}  Collective"""
     found = {}
     for p in params:
-        grad = None if p.grad is None else join(p, p.grad, sliced=True)
-        found[p.name, "gradient"] = grad
-        found[p.name, "parameter"] = join(p, p.data)
-    return {key: None if x is None else x.copy() for key, x in found.items()}
-
-
-def compare_steps(ours, reference):
-    """Compare what two steps report.  {what: relative difference}"""
-    pairs = {"loss": (ours.loss, reference.loss), "gradient norm": (ours.norm, reference.norm)}
-    found = {what: difference(a, b, abs(b)) for what, (a, b) in pairs.items()}
-    found["number of targets"] = 0.0 if ours.count == reference.count else np.inf
+        found[f"{p.name} parameter"] = join(p, p.data)
+        if p.grad is not None:
+            found[f"{p.name} gradient"] = join(p, p.grad, sliced=True)
+        for i, x in enumerate(getattr(optimizer, "state", {}).get(p.name, ())):
+            found[f"{p.name} optimizer state {i}"] = join(p, x, sliced=True)
     return found
 
 
+def reported(step):
+    """List what a Step says."""
+    return {"loss": np.array(step.loss), "gradient norm": np.array(step.norm),
+            "number of targets": np.array(float(step.count))}
+
+
 def compare(ours, reference):
-    """Compare gradients and parameters by name.  {what: relative difference}"""
-    found = {}
-    for kind in ("gradient", "parameter"):
-        refs = {name: x for (name, k), x in reference.items() if k == kind}
-        largest = max(map(size, refs.values()), default=0.0)
-        for name, ref in refs.items():
-            scale = size(ref) if size(ref) > ROUNDING * largest else largest
-            found[f"{name} {kind}"] = difference(ours.get((name, kind)), ref, scale)
-    unknown = {name for name, _ in ours.keys() - reference.keys()}
-    return found | {f"{name}, which one process does not have": np.inf for name in unknown}
+    """Compare by name.  {"w gradient": array}, twice -> {"w gradient": relative difference}"""
+    found, largest = {}, {}
+    for what, ref in reference.items():
+        kind = what.partition(" ")[2]
+        largest[kind] = max(largest.get(kind, 0.0), size(ref))
+    for what, ref in reference.items():
+        most = largest[what.partition(" ")[2]]
+        scale = size(ref) if size(ref) > ROUNDING * most else most
+        found[what] = difference(ours.get(what), ref, scale)
+    unknown = [what for what in ours if what not in reference]
+    return found | {f"{what}, which one process does not have": np.inf for what in unknown}
 
 
 def size(x):
@@ -154,42 +259,48 @@ def difference(ours, reference, scale):
     return gap if np.isfinite(gap) else np.inf
 
 
+# ------------------------------------------------------------------------------- replicas
+
 def unequal_replicas(params, mesh):
     """Find parameters that are not the same, bit by bit, where they should be.
 
     Value and gradient, over each axis along which a parameter is not cut.  Collective.
     -> {name: largest difference between two ranks, relative to the largest magnitude}"""
-    found = dict.fromkeys((p.name for p in params), -1.0)
+    mine, worst = {}, {}
     for comm, members in replicas(params, mesh):
-        digests = np.array([digest(p) for p in members])
-        same = all_reduce(digests, comm, op="max") == -all_reduce(-digests, comm, op="max")
-        for p, equal in zip(members, same):
-            if not equal:
-                found[p.name] = max(found[p.name], spread(p.data, comm))
-    stage = mesh[tuple(axis for axis in mesh.sizes if axis != "pp")]
-    worst = all_reduce(np.array([found[p.name] for p in params]), stage, op="max").tolist()
-    return {p.name: value for p, value in zip(params, worst) if value >= 0}
+        same = alike(np.array([fingerprint(p) for p in members]), comm)
+        for p in (p for p, equal in zip(members, same) if not equal):
+            mine[p.name] = max(mine.get(p.name, 0.0), disagreement(p.data, comm))
+    for found in notes(mine, mesh.world):
+        worst |= {name: max(gap, worst.get(name, 0.0)) for name, gap in found.items()}
+    return worst
 
 
 def replicas(params, mesh):
     """List the groups that hold the same parameters.  [(Comm, [parameter])], alike on all ranks"""
-    groups = {}
-    for axis in mesh.sizes:
+    found = {}
+    for axis in mesh.grid:
         for p in params:
-            placed = p.placements.get(axis)
-            if placed is None or isinstance(placed, Held):
-                comm = mesh[axis] if placed is None else placed.comm
-                groups.setdefault(comm, []).append(p)
-    return [(comm, members) for comm, members in groups.items() if comm.size > 1]
+            placed = {a: one for key, one in p.placements.items() for a in mesh.factors([key])}
+            one = placed.get(axis)
+            if one is None or isinstance(one, Held):
+                comm = mesh[axis] if one is None else one.comm
+                found.setdefault(comm, []).append(p)
+    return [(comm, members) for comm, members in found.items() if comm.size > 1]
 
 
-def spread(x, comm):
+def alike(numbers, comm):
+    """Say which of these integers are the same on all ranks: their maximum is their minimum."""
+    return all_reduce(numbers, comm, op="max") == -all_reduce(-numbers, comm, op="max")
+
+
+def disagreement(x, comm):
     """How far the ranks' versions of x are apart, relative to its size.  Collective"""
     highest, lowest = all_reduce(x, comm, op="max"), -all_reduce(-x, comm, op="max")
     return difference(highest, lowest, max(size(highest), size(lowest)))
 
 
-def digest(p):
+def fingerprint(p):
     """Hash a parameter and its gradient, bit by bit.  -> int64"""
     hashed = hashlib.blake2b(np.ascontiguousarray(p.data), digest_size=7)
     if p.grad is not None and not p.sliced:

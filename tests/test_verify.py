@@ -13,9 +13,6 @@ from minidist.verify import compare, difference
 from tests.layout import check_layout, layout
 from tests.models import TINY, perturb, tiny
 
-GRADIENT, PARAMETER = "gradient", "parameter"
-
-
 def plain(model, mesh):
     return dp.parallelize(model, mesh["dp"])
 
@@ -45,19 +42,19 @@ def test_no_gradient_on_either_side_is_equal():
 
 
 def test_a_reference_that_is_zero_up_to_rounding_takes_the_largest_gradient_as_its_scale():
-    reference = {("w", GRADIENT): np.array([8.0]), ("key.bias", GRADIENT): np.array([1e-16]),
-                 ("small", GRADIENT): np.array([1e-9])}
-    ours = {("w", GRADIENT): np.array([8.0]), ("key.bias", GRADIENT): np.array([-3e-16]),
-            ("small", GRADIENT): np.array([2e-9])}
+    reference = {"w gradient": np.array([8.0]), "key.bias gradient": np.array([1e-16]),
+                 "small gradient": np.array([1e-9])}
+    ours = {"w gradient": np.array([8.0]), "key.bias gradient": np.array([-3e-16]),
+            "small gradient": np.array([2e-9])}
     found = compare(ours, reference)
     assert found["key.bias gradient"] == pytest.approx(4e-16 / 8)
     assert found["small gradient"] == pytest.approx(1.0)
 
 
 def test_a_name_that_one_process_does_not_have_is_a_difference():
-    x = {("w", PARAMETER): np.ones(1)}
-    found = compare({**x, ("v", PARAMETER): np.ones(1)}, x)
-    assert found["v, which one process does not have"] == np.inf
+    x = {"w parameter": np.ones(1)}
+    found = compare({**x, "v parameter": np.ones(1)}, x)
+    assert found["v parameter, which one process does not have"] == np.inf
     assert compare({}, x)["w parameter"] == np.inf
 
 
@@ -113,7 +110,7 @@ def test_after_a_difference_the_verdict_stays():
         optimizer, lines = SGD(model.parameters(), 0.1), []
         for _ in range(2):
             result = step.train_step(model, batch(), optimizer, mesh)
-            lines.append(twin.check(result, model, batch()).line())
+            lines.append(twin.check(result, model, optimizer, batch()).line())
         return lines
     first, second = run_threads(2, fn)[0]
     assert first == second and first.startswith("DIVERGED at step 0: ")

@@ -37,6 +37,7 @@ class Batch:
     positions: np.ndarray                   # [T] which places of the sequence
     step: int | None
     cuts: tuple = ()                        # of the stream: (run, runs), one inside the other
+    narrowed: bool = False                  # is it the piece of a model's rank already?
 
     @classmethod
     def of(cls, tokens, targets=None, step=None):

@@ -207,12 +207,15 @@ class GPT(Module):
         return [part for name, part in self.parts.items() if name.startswith("blocks.")]
 
     def localize(self, batch):
-        """Narrow a global batch to the piece that this model works on."""
+        """Narrow a global batch to the piece that this model works on; a piece stays as it is."""
+        if batch.narrowed:
+            return batch
         for narrow in self.localizers:
             batch = narrow(batch)
-        return batch
+        return replace(batch, narrowed=True)
 
     def forward(self, batch, x=None):
+        batch = self.localize(batch)
         for part in self.parts.values():
             x = part(x, batch)
         return x
