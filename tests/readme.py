@@ -1,10 +1,10 @@
-"""Keep the README true: its outputs, its table's line counts and its picture come from here.
+"""Keep the README true: its outputs and its picture come from here.
 
     python -m tests.readme              runs what the README shows, rewrites it where it differs
     python -m tests.readme --picture    draws its picture anew, too
 
 A block under `<!-- output head=9 tail=4: COMMAND -->` holds the first and last lines that COMMAND
-prints. A link to a module in a table row, with a number in its next cell, carries its line count.
+prints.
 """
 import json
 import os
@@ -22,7 +22,6 @@ README = ROOT / "README.md"
 PICTURE = ROOT / "lessons" / "curves.png"
 BLOCK = re.compile(r"<!-- output (?P<cut>[^:>]*): (?P<command>.+?) -->\n```\n(?P<text>.*?)```",
                    re.S)
-COUNT = re.compile(r"(\]\((?P<file>[\w/]+\.py)\) \| )(?P<lines>\d+)(?= \|)")
 COMMAND = re.compile(r"^    (?P<command>(?:python3?|mpirun|\.venv/bin/\w+) .+)$", re.M)
 # What differs between machines: times, speeds, the last bits of sums and what is made from them.
 MACHINE = re.compile(r"\d[\d,.]* ?(ms|us|s|min|%|tokens/s|GFLOP/s|GB/s)(?!\w)|\d+:\d+ left"
@@ -69,16 +68,6 @@ def masked(text):
     return re.sub(r" +", " ", MACHINE.sub("_", text))
 
 
-def line_counts():
-    """List what the table claims.  -> [(file, lines claimed, lines counted)]"""
-    return [(m["file"], int(m["lines"]), counted(m["file"]))
-            for m in COUNT.finditer(README.read_text())]
-
-
-def counted(file):
-    return len((ROOT / file).read_text().splitlines())
-
-
 def draw(steps=150):
     """Draw the README's picture: the same training in one process, on 2 ranks and on 4."""
     import matplotlib
@@ -109,11 +98,10 @@ def shown(block, output):
 
 
 def rewrite():
-    """Put today's outputs and line counts into the README."""
+    """Put today's outputs into the README."""
     text = README.read_text()
     with tempfile.TemporaryDirectory() as folder:
         text = BLOCK.sub(lambda m: shown(m, run(m["command"], folder)), text)
-    text = COUNT.sub(lambda m: m[1] + str(counted(m["file"])), text)
     changed = text != README.read_text()
     README.write_text(text)
     return changed

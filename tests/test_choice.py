@@ -46,7 +46,7 @@ def test_background_stream_and_main_thread_at_once():
 
 @pytest.mark.parametrize("p", [4, 3])
 def test_no_memory_per_call(p):
-    n = 1 << 16
+    n = 1 << 18                 # half a piece is 128 KB; Python's own objects take 15 to 43 KB
 
     def body(comm):
         two_nodes(comm)
