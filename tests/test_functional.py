@@ -18,10 +18,10 @@ TARGETS = np.array([[1, F.IGNORE, 4], [0, 2, F.IGNORE]])
 MASK = F.dropout_mask(0.4, 7, np.float64, np.arange(2), np.arange(4), np.arange(9), np.arange(9))
 
 
-def attend(causal=True, dropout=None, **positions):
+def attend(causal=True, dropout=None, **options):
     def fn(q, k, v):
         mask = None if dropout is None else dropout.astype(q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, causal, dropout=mask, **positions)
+        return F.scaled_dot_product_attention(q, k, v, causal, dropout=mask, **options)
     return fn
 
 
@@ -144,6 +144,18 @@ def test_a_query_that_sees_nothing_gives_zero(tile):
     check_op(fn, *shapes)
 
 
+def test_nothing_is_attended_to_without_keys():
+    """Not one key at all, or none that is seen: zeros, and gradients of zero."""
+    for S, options in ((0, {}), (3, dict(key_positions=np.arange(20, 23)))):
+        for causal in (True, False) if S == 0 else (True,):
+            shapes = (2, 4, 5, 3), (2, 2, S, 3), (2, 2, S, 3)
+            fn = attend(causal, return_lse=True, **options)
+            y, lse = fn(*map(Tensor, inputs(shapes)))
+            assert (lse.data == -np.inf).all() and not y.data.any()
+            _, _, grads = value_and_gradients(attend(causal, **options), inputs(shapes))
+            assert not any(g.any() for g in grads)
+
+
 def test_a_rank_without_queries_leaves_its_keys_alone():
     shapes = (2, 4, 0, 3), (2, 2, 5, 3), (2, 2, 5, 3)
     y, _, grads = value_and_gradients(attend(positions=np.arange(0)), inputs(shapes))
@@ -166,6 +178,92 @@ def test_causal_tiles_skip_what_nobody_sees(monkeypatch):
         monkeypatch.setattr(attention, "TILE", tile)
         held[tile] = graph_bytes(attend()(q, k, v))
     assert held[64] - held[8] == 8 * (64 * 64 - 64 * (64 + 8) // 2)
+
+
+ZIGZAG = [np.r_[0:8, 56:64], np.r_[8:16, 48:56], np.r_[16:24, 40:48], np.r_[24:32, 32:40]]
+PIECES = {"runs": np.split(np.arange(64), 4), "zigzag": ZIGZAG,
+          "stripes": [np.arange(r, 64, 4) for r in range(4)],
+          "shuffled": np.split(np.random.default_rng(0).permutation(64), 4)}
+
+
+def scores_of(monkeypatch, fn, *arrays):
+    """Count the scores that a forward computes."""
+    sizes, softmax = [], attention._softmax
+    monkeypatch.setattr(attention, "_softmax",
+                        lambda s, *rest: (sizes.append(s.size), softmax(s, *rest))[1])
+    fn(*map(Tensor, arrays))
+    monkeypatch.setattr(attention, "_softmax", softmax)
+    return sum(sizes)
+
+
+def visible_blocks(queries, keys, tile):
+    """The same by hand: each tile of queries in order meets the keys up to its last."""
+    queries = np.sort(queries)
+    return sum(len(t) * int((keys <= t[-1]).sum())
+               for t in (queries[i:i + tile] for i in range(0, len(queries), tile)))
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_tiles_are_skipped_by_position(name, monkeypatch):
+    """On a ring of 4 ranks: runs and zigzags of whole tiles cost no more than one process does."""
+    monkeypatch.setattr(attention, "TILE", 8)
+    x = np.ones((1, 1, 16, 2))
+    found = [[scores_of(monkeypatch, attend(positions=mine, key_positions=keys), x, x, x)
+              for keys in PIECES[name]] for mine in PIECES[name]]
+    assert found == [[visible_blocks(mine, keys, 8) for keys in PIECES[name]]
+                     for mine in PIECES[name]]
+    one = scores_of(monkeypatch, attend(), *3 * [np.ones((1, 1, 64, 2))])
+    assert one == 64 * (64 + 8) // 2
+    if name in ("runs", "zigzag"):
+        assert np.sum(found) == one
+    if name == "zigzag":
+        assert len(set(np.sum(found, 1))) == 1              # and all ranks have as much to do
+
+
+@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_pieces_of_the_keys_merge_by_log_sum_exp(name, causal, tile):
+    """As on a ring: results on pieces, weighed by exp(lse_i - lse), with gradients through both."""
+    arrays = inputs([(2, 4, 64, 3), (2, 2, 64, 3), (2, 2, 64, 3)])
+    mask = F.dropout_mask(0.4, 7, np.float64, *map(np.arange, (2, 4, 64, 64)))
+    whole, g, grads = value_and_gradients(attend(causal, mask), arrays)
+    mine, sums = PIECES[name][2], [np.zeros_like(a) for a in arrays]
+
+    def ring(q, k, v):
+        parts = [attend(causal, mask[:, :, mine][..., keys], positions=mine, key_positions=keys,
+                        return_lse=True)(q, k[:, :, keys], v[:, :, keys]) for keys in PIECES[name]]
+        top = np.max([lse.data for _, lse in parts], 0)
+        weights = [(lse - top).exp() for _, lse in parts]
+        total = sum(weights[1:], weights[0])
+        return sum(y * (w / total).reshape(2, 4, 16, 1) for (y, _), w in zip(parts, weights))
+
+    part, _, (gq, _, _) = value_and_gradients(ring, [arrays[0][:, :, mine], *arrays[1:]],
+                                              g[:, :, mine])
+    close(part, whole[:, :, mine], 1e-14)
+    close(gq, grads[0][:, :, mine], 1e-13)
+    for mine in PIECES[name]:
+        _, _, found = value_and_gradients(ring, [arrays[0][:, :, mine], *arrays[1:]],
+                                          g[:, :, mine])
+        sums[1], sums[2] = sums[1] + found[1], sums[2] + found[2]
+    close(sums[1], grads[1], 1e-13)
+    close(sums[2], grads[2], 1e-13)
+
+
+@needs_torch
+def test_log_sum_exp_is_pytorchs(tile):
+    """And its gradient, beside that of the result."""
+    mine, keys = np.array([7, 2, 3, 5, 4]), np.array([3, 8, 2, 0, 5, 6, 1])
+    visible = torch.tensor(mine[:, None] >= keys)
+
+    def ours(q, k, v):
+        y, lse = attend(positions=mine, key_positions=keys, return_lse=True)(q, k, v)
+        return (y * y).sum(-1) + lse * 3
+
+    def reference(q, k, v):
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        s = (q @ k.mT / 3 ** 0.5).masked_fill(~visible, -torch.inf)
+        return ((s.softmax(-1) @ v) ** 2).sum(-1) + torch.logsumexp(s, -1) * 3
+    check_torch(ours, reference, (2, 4, 5, 3), (2, 2, 7, 3), (2, 2, 7, 3))
 
 
 # ------------------------------------------------------------------------ embedding, cross entropy

