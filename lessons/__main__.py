@@ -6,8 +6,8 @@ from pathlib import Path
 from lessons.script import split_header
 
 # From what one step needs, over the walls it meets, to the techniques, then their combination.
-ORDER = ["walls", "step", "memory", "collectives", "ring", "dp", "zero", "tp", "sp", "cp", "flash",
-         "pp", "ep", "recompute", "offload", "precision", "compress", "checkpoint", "mesh", "plan"]
+ORDER = ("walls step memory collectives ring mesh dp zero recompute offload precision compress tp "
+         "sp flash cp ulysses pp schedules moe ep checkpoint plan rates").split()
 
 
 def existing():

@@ -102,7 +102,8 @@ def prove(lesson):
 
 def rule(mesh):
     """Finish gradients that all ranks, rank 0, and nobody have.  -> error"""
-    everybody, first, nobody = params = [nn.Parameter(np.zeros(2), name) for name in "abc"]
+    everybody, first, nobody = (nn.Parameter(np.zeros(2), name) for name in "abc")
+    params = [everybody, first, nobody]
     everybody.grad = np.full(2, mesh.world.rank + 1.0)
     first.grad = None if mesh.world.rank else np.ones(2)
     for p in params:

@@ -70,9 +70,10 @@ def main(lesson):
     lesson.predict("all_reduces per layer and step?", 4, "",
                    why="attention and MLP, forward and backward",
                    mistakes={1: "one product, one direction", 2: "backward needs two as well"})
-    p = lesson.comm.size
-    kB = 8 * (p - 1) / p * WIDE * 16 * 48 * 8 / 1000
-    lesson.predict(f"sent per rank and layer (B {WIDE}, T 16, D 48, float64)?", kB, "kB",
+    p, B, T, D, float64 = lesson.comm.size, WIDE, 16, 48, 8
+    one_all_reduce = 2 * (p - 1) / p * B * T * D * float64
+    kB = 4 * one_all_reduce / 1000
+    lesson.predict(f"sent per rank and layer (B {B}, T {T}, D {D}, float64)?", kB, "kB",
                    why="4 times 2 (p-1)/p of [B, T, D]",
                    mistakes={kB / 16: "x is [B, T, D]: you forgot its 16 tokens",
                              kB / 2: "an all_reduce sends its array nearly twice"})

@@ -18,7 +18,7 @@ Two forms of the same sum:
       compute  | forward | block 3 | block 2 | block 1 | block 0 |        | step
       wire                          [bucket 0][bucket 1 ][bucket 2][bucket 3]
 
-Price per step and rank: 2(p-1)/p of the model's gradients in bytes. See cost.ddp_bytes.
+Price per step and rank: 2(p-1)/p of the model's gradients in bytes. See cost.ddp.
 Gain: time / p. Memory: none; every rank still holds all parameters, gradients and optimizer state.
 
 Lesson: mpirun -n 4 python -m lessons.dp

@@ -22,7 +22,7 @@ needs to know where things lie asks here: cutting, gathering, finishing, norms, 
     join        my piece -> the whole        audit         who holds what
 
 Price: one all_reduce per partial parameter, and one of 4 bytes per parameter to agree on
-which were used at all. See cost.finalize_bytes.
+which were used at all. See cost.dp.
 
 Lesson: mpirun -n 4 python -m lessons.dp
 """

@@ -1,9 +1,13 @@
 """The house rules that reading alone would not keep: layers, pairs, sizes, who may print."""
 import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
+
+from lessons.__main__ import ORDER, existing
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minidist"
@@ -186,6 +190,106 @@ def test_libraries_do_not_print(name):
     said = [c.lineno for c in calls if getattr(c.func, "id", "") == "print"
             and "file" not in {k.arg for k in c.keywords}]
     assert not said, f"minidist/{name}.py prints in lines {said}"
+
+
+# ---- names that prose gives, the order in which one reads, functions that are long
+
+LONG = {"minidist/engine/attention.py scaled_dot_product_attention": "forward and vjp side by side",
+        "minidist/ranks/comm.py sendrecv": "the hot path, without calls",
+        "minidist/train.py parser": "a table of flags"}
+
+
+def defined(path):
+    """Name what a module defines or hands on, and the attributes of its classes."""
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def exists(dotted_name):
+    """Is there a module, or a name in a module, that prose may mean by this?
+
+    What the layout or the reading order names may still be to come."""
+    room, *names = dotted_name.split(".")
+    if room == "lessons":
+        module = ROOT / "lessons" / f"{names[0]}.py"
+        return names[0] in ORDER or module.exists() and set(names[1:2]) <= defined(module)
+    if room == "minidist":
+        if names[0] in " ".join(TOP.values()).split() and names[0] not in MODULES:
+            return True
+        split = max((i for i in (1, 2) if ".".join(names[:i]) in MODULES), default=0)
+        return split > 0 and set(names[split:split + 1]) <= defined(file(".".join(names[:split])))
+    homes = [name for name in MODULES if name.split(".")[-1] == room]       # cost.tp, comm.size
+    near = {other for home in homes for other in MODULES                    # a base class is near
+            if other == home or "." in home and other.split(".")[0] == home.split(".")[0]}
+    return any(f"{home}.{names[0]}" in MODULES for home in homes) or any(
+        names[0] in defined(file(name)) for name in near)
+
+
+def prose(path):
+    """Docstrings and comments of a file."""
+    text = path.read_text(encoding="utf-8")
+    nodes = (n for n in ast.walk(ast.parse(text))
+             if isinstance(n, (ast.Module, ast.FunctionDef, ast.ClassDef)))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [*filter(None, map(ast.get_docstring, nodes)),
+            *(token.string for token in tokens if token.type == tokenize.COMMENT)]
+
+
+def wrong_names(text):
+    """List the dotted names in a text that begin like ours and mean nothing."""
+    ours = {name.split(".")[-1] for name in MODULES} | {"minidist", "lessons"}
+    found = re.findall(r"(?<![\w./-])[a-z_]\w*(?:\.\w+)+(?![\w/])", text)
+    return sorted(name for name in set(found) if name.split(".")[0] in ours and not exists(name)
+                  and name.split(".")[-1] not in ("py", "json", "png"))
+
+
+def test_wrong_names_are_found():
+    assert wrong_names("See cost.ddp_bytes, minidist.cost.tq, lessons.rings; minidist.zeros") == [
+        "cost.ddp_bytes", "lessons.rings", "minidist.cost.tq", "minidist.zeros"]
+    assert not wrong_names("cost.tp, minidist.cost.tp, cost.messages.terms, comm.size, data.py, "
+                           "minidist.ranks.comm, lessons.ring, and numpy.linalg.norm")
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name != "tests"] + [
+    ROOT / "README.md"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_dotted_name_in_prose_exists(path):
+    texts = prose(path) if path.suffix == ".py" else [path.read_text(encoding="utf-8")]
+    wrong = [name for text in texts for name in wrong_names(text)]
+    assert not wrong, f"{path.name} speaks of {', '.join(wrong)}"
+
+
+def test_readme_lists_the_lessons_in_the_reading_order():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = [re.findall(r"`lessons\.(\w+)`", line) for line in text.splitlines()
+            if line.startswith("|")]
+    shown = list(dict.fromkeys(row[-1] for row in rows if row))
+    assert shown == [name for name, _, _ in existing()]
+
+
+def long_functions(path):
+    """List the functions of more than 25 lines, docstrings not counted."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef):
+            first = node.body[0]
+            doc = first.end_lineno - first.lineno + 1 if ast.get_docstring(node) else 0
+            if node.end_lineno - node.lineno + 1 - doc > 25:
+                yield f"{path.relative_to(ROOT)} {node.name}"
+
+
+def test_a_function_of_more_than_25_lines_has_a_reason():
+    """A lesson's main() is its screens, one after another."""
+    found = {name for path in FILES if path.parent.name != "tests" for name in long_functions(path)}
+    found = {name for name in found if not re.match(r"lessons/\w+.py (main|prove)$", name)}
+    assert found <= LONG.keys(), f"two ideas? {', '.join(sorted(found - LONG.keys()))}"
 
 
 def test_tool_settings_are_in_one_place():

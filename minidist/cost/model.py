@@ -1,6 +1,6 @@
 """What one process computes, moves and keeps in a training step of the GPT, in closed form.
 
-    cost.gpt_flops(cost.Sizes.of(model.config, B=6))
+    cost.gpt_flops(cost.Sizes.of(gpt.config, B=6))
 
 Every formula takes the letters from one Sizes, so that no caller can put two of them in the wrong
 order.
