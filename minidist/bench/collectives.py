@@ -219,7 +219,7 @@ def timed(case, calls, repeats, group):
     """Seconds of the slowest rank, for each contender an array over the rounds.
 
     Each round goes through them in another order, the same on all ranks: who comes after MPI's own
-    finds other things in the caches than who comes after one of ours."""
+    finds other data in the caches than who comes after one of ours."""
     order, functions = np.random.default_rng(0), list(calls.values())
     mine = np.empty((len(calls), repeats + WARM_UP))
     for i in range(repeats + WARM_UP):

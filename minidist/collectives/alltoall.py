@@ -8,8 +8,8 @@
     price per rank   messages        bytes, of the S that it holds
     pairwise         p-1             (p-1)/p S          every piece goes straight to its owner, all
                                                         at once: one wait
-    bruck            ceil(log2 p)    about log2(p)/2 S  pieces travel in company, and change: for
-                                                        tiny ones, where each message costs much
+    bruck            ceil(log2 p)    about log2(p)/2 S  a message carries many pieces, and a piece
+                                                        hops from rank to rank: for tiny pieces
 
 The same exchange, adding what arrives, is a reduce_scatter; with one piece for all, an all_gather.
 

@@ -12,9 +12,9 @@ from minidist.collectives import alltoall, double_tree, halving, hierarchical, r
 from minidist.collectives.ring import cut
 from minidist.cost import seconds
 
-# Not the fit of one run: of a grid of constants, those whose choice loses least against the fastest
-# algorithm in 95 rows of that benchmark (four collectives, 2, 3, 4 and 8 ranks, 1 KB to 4 MB, on 2
-# cores of an AMD EPYC with MPICH 5.0.2): 1 % on average, 19 % at worst.
+# These are not the fit of one run.  Of a grid of constants they are those whose choice loses least
+# against the fastest algorithm in 95 rows of that benchmark: 1 % on average, 19 % at worst (four
+# collectives, 2, 3, 4 and 8 ranks, 1 KB to 4 MB, on 2 cores of an AMD EPYC with MPICH 5.0.2).
 ALPHA = 80e-6                   # seconds per step: mostly the wait for one's turn on a core
 BETA = 0.3e-9                   # seconds per byte sent
 GAMMA = 0.2e-9                  # seconds per byte added

@@ -7,8 +7,9 @@
     all_reduce       on each rail, a ring     -> ... of everybody's sum
     all_gather       in each node, a ring     -> every rank holds everything
 
-    price            k nodes of g ranks: 2(g-1) + 2(k-1) steps instead of 2(gk-1); in all not fewer
-                     bytes than the flat ring's, but what leaves a node leaves by g ports, not one
+    price            k nodes of g ranks: 2(g-1) + 2(k-1) steps instead of 2(gk-1).  The total number
+                     of bytes is the flat ring's; but the bytes between two nodes go through g
+                     network ports at once instead of one
 
 Lesson: mpirun -n 4 python -m lessons.collectives
 Paper:  Thakur, Rabenseifner & Gropp 2005, section 6; NCCL and Horovod know it by this name

@@ -1,4 +1,4 @@
-"""Trees: few steps, so the fast way for small messages, where each step costs more than the bytes.
+"""Trees: few steps, so they are fast for small messages, whose steps cost more than their bytes.
 
 Binomial tree over 8 ranks: in step k, everyone who has the message passes it on 8/2^k places.
 
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-# --- Everybody talks to the root: the baseline that all others are measured against. ---
+# --- Every rank talks to the root: the baseline of all others. ---
 
 def naive_reduce(x, comm, root=0, op=np.add):
     """Sum in place on root, which receives p-1 vectors one after the other.  [n]"""
@@ -102,7 +102,7 @@ def place_in_tree(comm, root):
     return place, bit
 
 
-# --- Recursive doubling: everybody works in every step. ---
+# --- Recursive doubling: every rank works in every step. ---
 
 def recursive_doubling(x, comm, op=np.add):
     """Sum in place over ranks, exchanging the whole vector with one partner per bit.  [n]

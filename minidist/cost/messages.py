@@ -1,4 +1,4 @@
-"""What each rank pays for a collective, in closed form: cost's section on messages.
+"""What each rank pays for a collective, in closed form.
 
     cost.all_reduce("ring", p=4, n=1000, itemsize=4, rank=0)  ->  Price(6, 6, 6000)
 
