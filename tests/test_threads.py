@@ -91,6 +91,40 @@ def test_a_rank_that_forms_no_group():
     assert "rank 0 waits for rank 1, which has finished" in text
 
 
+def test_a_rank_that_does_not_close_its_group():
+    def body(comm):
+        group = comm.split(0, name="dp")
+        if comm.rank != 1:
+            group.close()
+    text = deadlock(3, body)
+    assert "rank 0 waits for every rank of its group  close, group dp" in text
+    assert "rank 0 waits for rank 1, which has finished" in text
+
+
+def test_a_deadlock_while_a_stream_closes():
+    def body(comm):
+        with comm.stream() as stream:
+            if comm.rank == 0:
+                stream.submit(lambda comm: comm.recv(np.empty(1), 1))
+    text = deadlock(2, body)
+    assert "rank 0 waits for its background stream  work" in text
+    assert "rank 0 (stream) waits for a message from rank 1" in text
+
+
+def test_a_stream_that_hangs_meets_the_timeout():
+    stop = threading.Event()
+    with pytest.raises(TimeoutError, match="ranks still run after 0.2 s"):
+        comms.run_threads(2, lambda comm: comm.stream().submit(lambda comm: stop.wait()).wait(),
+                          timeout=0.2)
+    stop.set()
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_a_world_without_ranks_is_refused(n):
+    with pytest.raises(comms.BadInput, match=rf"run_threads\({n}, ...\) runs nothing: give 1 rank"):
+        comms.run_threads(n, ring_sum)
+
+
 def test_a_deadlock_on_a_stream():
     def body(comm):
         stream = comm.stream()

@@ -17,6 +17,14 @@ def row(rank, kind="", **fields):
                       members=(0, 1, 2, 3), line=f"lesson.py:{rank}", **fields)
 
 
+class Group:
+    """As much of a Comm as a report reads."""
+    name, ranks = "world", (0, 1)
+
+    def current(self):
+        return "all_reduce", 7, None
+
+
 # -- the cause ----------------------------------------------------------------------------------
 
 CAUSES = {
@@ -111,7 +119,7 @@ def test_a_row_is_read_as_it_was_written(table):
 def test_a_half_that_is_being_written_hides_the_other_from_nobody(table):
     table.write(1, [row(1, age=1)])
     table.write(1, [row(1, age=2)])
-    newest = watch.ROW * 2 + watch.HALF * table.turn
+    newest = table.starts(1)[table.turn]
     table.map[newest:newest + 50] = b"[" * 50      # the writer was stopped in the middle
     assert [r.age for r in table.read()] == [1]
 
@@ -119,7 +127,28 @@ def test_a_half_that_is_being_written_hides_the_other_from_nobody(table):
 def test_details_of_any_kind_can_be_written(table):
     table.write(0, [row(0, detail=float)])
     assert table.read()[0].detail == "<class 'float'>"
-    assert json.loads(table.map[watch.ROW + watch.HALF:watch.ROW * 2])
+    start = table.starts(0)[table.turn]
+    assert json.loads(table.map[start:start + table.half])
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_the_longest_rows_fit(size):
+    """Both threads of the last rank, with every text too long and as wide as JSON makes it."""
+    path = watch.create(size)
+    try:
+        table, wide = watch.Table(path), "\U0001f409" * 1000
+        comm = type("Group", (Group,), {"name": wide, "ranks": range(size),
+                                        "current": lambda self: (wide, 10**9, wide)})()
+        rows = []
+        for name in "main", "stream":
+            status = report.Status(threading.get_ident(), name)
+            status.now, status.origin, status.end = (comm, "exchange", 0, 0, 10**12), wide, wide
+            rows.append(report.row(size - 1, status, age=1e6))
+        table.write(size - 1, rows)
+        assert [(r.thread, len(r.members), len(r.line)) for r in table.read()] == [
+            ("main", size, report.LONGEST), ("stream", size, report.LONGEST)]
+    finally:
+        os.unlink(path)
 
 
 def test_one_of_many_processes_may_speak(table):
@@ -147,14 +176,6 @@ def test_a_dead_process_is_told_from_a_living_one(table):
 
 
 # -- the watchdog -------------------------------------------------------------------------------
-
-class Group:
-    """As much of a Comm as a report reads."""
-    name, ranks = "world", (0, 1)
-
-    def current(self):
-        return "all_reduce", 7, None
-
 
 def watchdog(table, monkeypatch, timeout):
     """A watchdog of rank 0 that never wakes by itself, and the list of its aborts."""

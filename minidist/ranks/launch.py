@@ -118,8 +118,11 @@ class Deaths:
 
     def look(self, seconds):
         """Wait up to so many seconds for a rank to end -> was it the first death?"""
-        gone, rows = self.hung_up(seconds), self.table.read()
-        for rank in gone if not self.rows else ():
+        gone = self.hung_up(seconds)
+        if not gone or self.rows:
+            return False
+        rows = self.table.read()
+        for rank in gone:
             mine = [row for row in rows if row.rank == rank]
             if mine and not any(row.end for row in mine):
                 for row in mine:

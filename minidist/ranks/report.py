@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 LIBRARY = os.path.dirname(os.path.abspath(threading.__file__)) + os.sep
+LONGEST = 200                      # characters of a text in a row: a row has a fixed size
 
 
 class Status:
@@ -66,18 +67,17 @@ class Row:
 
 def row(rank, status, age=0.0):
     """Work out the row of a status, at this moment."""
-    end = status.end or status.failed
-    line = line_of(status.thread_id) if not end else ""
-    if status.origin:
-        line = status.origin                           # a stream: where its work was submitted
-    made = Row(rank, status.name, os.getpid(), time.monotonic(), age, line=line, idle=status.idle,
-               end=end)
+    end, line = status.end or status.failed, status.origin   # a stream: where it was submitted
+    if not end and not line:
+        line = line_of(status.thread_id)
+    made = Row(rank, status.name, os.getpid(), time.monotonic(), age, line=line[:LONGEST],
+               idle=status.idle, end=end[:LONGEST])
     now = status.now
     if now is not None:
         comm, made.kind, to, source, made.nbytes = now
-        made.group, made.members = comm.name, tuple(comm.ranks)
-        made.op, made.number, detail = comm.current()
-        made.detail = "" if detail is None else str(detail)[:100]
+        made.group, made.members = comm.name[:LONGEST], tuple(comm.ranks)
+        op, made.number, detail = comm.current()
+        made.op, made.detail = op[:LONGEST], "" if detail is None else str(detail)[:LONGEST]
         made.to = None if to is None else comm.ranks[to]
         made.source = None if source is None else comm.ranks[source]
     return made
@@ -115,7 +115,7 @@ def explain(headline, rows):
 
 def describe(row):
     """One line of the report."""
-    name = f"  rank {row.rank}" + ("" if row.thread == "main" else f" ({row.thread})")
+    name = f"  rank {row.rank}" if row.thread == "main" else f"  rank {row.rank} ({row.thread})"
     if row.end:
         return f"{name} {row.end}"
     silent = f"  [no sign of life for {row.silence:.0f} s]" if row.silence else ""
@@ -129,20 +129,24 @@ def awaited(row):
     """Whom a row waits for, in words."""
     if row.kind in ("send", "isend"):
         return f"for rank {row.to} to receive"
+    if row.kind == "work":
+        return "for its background stream"
     if row.source is None:
-        return "for " + ("its background stream" if row.kind == "work" else f"rank {row.to}"
-                         if row.to is not None else "every rank of its group")
-    also = row.to is not None and row.to != row.source
-    return f"for a message from rank {row.source}" + (f" (and rank {row.to} to receive)" * also)
+        return "for every rank of its group"
+    if row.to is None or row.to == row.source:
+        return f"for a message from rank {row.source}"
+    return f"for a message from rank {row.source} (and rank {row.to} to receive)"
 
 
 def call(row):
     """The call a row waits in, in words."""
-    words = row.kind
+    words = [row.kind]
     if row.op:
-        words += f" in {operation(row)}" + (f" {row.detail}" if row.detail else "")
+        words += ["in", operation(row)]
+    if row.detail:
+        words.append(row.detail)
     size = f", {row.nbytes} bytes" if row.peers() else ""
-    return f"{words}{size}, group {row.group}"
+    return f"{' '.join(words)}{size}, group {row.group}"
 
 
 def operation(row):
@@ -194,10 +198,17 @@ def mismatch(a, b):
 def somebody_computes(waits):
     for row, other in waits:
         if not other.waits:
-            what = ("has nothing to do there" if other.idle else "has given no sign of life for "
-                    f"{other.silence:.0f} s" if other.silence else f"computes at {other.line}")
-            return f"rank {row.rank} waits for rank {other.rank}, which {what}"
+            return f"rank {row.rank} waits for rank {other.rank}, which {pastime(other)}"
     return ""
+
+
+def pastime(row):
+    """What a thread does that waits for nobody, in words."""
+    if row.idle:
+        return "has nothing to do there"
+    if row.silence:
+        return f"has given no sign of life for {row.silence:.0f} s"
+    return f"computes at {row.line}"
 
 
 def cycle(waits):

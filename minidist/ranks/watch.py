@@ -22,8 +22,8 @@ import time
 
 from minidist.ranks import report
 
-HALF = 4096
-ROW = 2 * HALF
+HEAD = 16                                         # byte 0: claimed?  bytes 8 to 15: how many ranks
+MAX_BYTES = 12                                    # of a character in JSON: two \uXXXX
 TIMED_OUT = 70                                    # the job's exit status after a report
 DIED = "died without a word (killed, crashed, or os._exit)"
 
@@ -31,9 +31,15 @@ DIED = "died without a word (killed, crashed, or os._exit)"
 def create(size):
     """Make an empty table for `size` ranks -> its path"""
     file, path = tempfile.mkstemp(prefix="minidist-")
-    os.ftruncate(file, ROW * (1 + size))
+    os.ftruncate(file, HEAD + size * 2 * half(size))
+    os.pwrite(file, size.to_bytes(8, "little"), 8)
     os.close(file)
     return path
+
+
+def half(size):
+    """Bytes for the two threads of a rank: 5 texts of LONGEST characters, all members' numbers."""
+    return 2 * (1024 + 5 * MAX_BYTES * report.LONGEST + len(json.dumps([size] * size)))
 
 
 def listen(path):
@@ -69,15 +75,20 @@ class Table:
     def __init__(self, path):
         self.file = open(path, "r+b")                                      # noqa: SIM115
         self.map = mmap.mmap(self.file.fileno(), 0)
-        self.size, self.turn = len(self.map) // ROW - 1, 0
+        self.size, self.turn = int.from_bytes(self.map[8:16], "little"), 0
+        self.half = half(self.size)
 
     def write(self, rank, rows):
         """Replace a rank's row: one entry per thread."""
         text = json.dumps([vars(row) for row in rows], default=str).encode()
         self.turn = 1 - self.turn
-        start = ROW * (1 + rank) + HALF * self.turn
-        if len(text) <= HALF:                     # else an older one stays, which shows its age
-            self.map[start:start + HALF] = text.ljust(HALF)
+        start = self.starts(rank)[self.turn]
+        if len(text) <= self.half:                # else an older one stays, which shows its age
+            self.map[start:start + self.half] = text.ljust(self.half)
+
+    def starts(self, rank):
+        first = HEAD + 2 * self.half * rank
+        return first, first + self.half
 
     def read(self):
         """The rows of all ranks that have ever written one, in rank order."""
@@ -86,8 +97,8 @@ class Table:
     def entries(self, rank):
         """One rank's newest whole row: its threads."""
         found = []
-        for start in (ROW * (1 + rank), ROW * (1 + rank) + HALF):
-            text = self.map[start:start + HALF].strip(b" \0")
+        for start in self.starts(rank):
+            text = self.map[start:start + self.half].strip(b" \0")
             try:
                 found.append([report.Row(**entry) for entry in json.loads(text or "[]")])
             except ValueError:                    # being written at this moment
