@@ -1,22 +1,7 @@
 """python -m lessons: the lessons in reading order, each with its question."""
-import ast
-from importlib.util import find_spec
-from pathlib import Path
+from lessons.script import ORDER, existing
 
-from lessons.script import split_header
-
-# From what one step needs, over the walls it meets, to the techniques, then their combination.
-ORDER = ("walls step memory collectives ring mesh dp zero recompute offload precision compress tp "
-         "sp flash cp ulysses pp schedules moe ep checkpoint plan rates").split()
-
-
-def existing():
-    """The lessons that exist, in reading order.  -> [(name, title, question)]"""
-    for name in ORDER:
-        spec = find_spec(f"lessons.{name}")
-        if spec:
-            doc = ast.get_docstring(ast.parse(Path(spec.origin).read_text()))
-            yield (name, *split_header(doc)[:2])
+__all__ = ["ORDER", "existing"]
 
 
 def main():

@@ -1,9 +1,16 @@
-"""A lesson's script as the kit sees it: its header, its proof, its bugs, its flags."""
+"""A lesson's script as the kit sees it: its header, its screens, its bugs, its flags; the order."""
+import ast
 import os
-import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
+from lessons import guess
 from minidist import BadInput, flags
+
+# From what one step needs, over the walls it meets, to the techniques, then their combination.
+ORDER = ("walls step memory collectives ring mesh dp zero recompute offload precision compress tp "
+         "sp flash cp ulysses pp schedules moe ep checkpoint plan rates").split()
 
 
 @dataclass(frozen=True)
@@ -13,23 +20,26 @@ class Script:
     title: str
     question: str
     header: list
-    main: object
+    screens: list
     prove: object
     exercise: list
     breaks: list
+    close: tuple
     flags: dict
     alone: bool
 
 
-def read(main):
-    """Look up what the module of main() defines."""
-    names = main.__globals__
+def read(screens):
+    """Look up what the module of the screens defines."""
+    screens = [screens] if callable(screens) else screens      # until all lessons have SCREENS
+    names = screens[0].__globals__
     title, question, header = split_header(names["__doc__"])
     spec = names.get("__spec__")
     name = (spec.name if spec else names["__name__"]).split(".")[-1]
     bugs = [f for f in names.values() if hasattr(f, "replaces")]
-    return Script(name, title, question, header, main, names.get("prove"),
-                  list(names.get("EXERCISE", ())), bugs, names.get("OPTIONS", {}),
+    close = names.get("TAKEAWAY", ""), names.get("FIELD", ""), names.get("TRY", ())
+    return Script(name, title, question, header + neighbours(name), screens, names.get("prove"),
+                  list(names.get("EXERCISE", ())), bugs, close, names.get("OPTIONS", {}),
                   names.get("ALONE", False))
 
 
@@ -38,6 +48,26 @@ def split_header(doc):
     lines = doc.strip().splitlines()
     title, _, question = lines[0].partition("  ")
     return title, question.strip(), lines
+
+
+def existing():
+    """The lessons that exist, in reading order.  -> [(name, title, question)]"""
+    for name in ORDER:
+        spec = find_spec(f"lessons.{name}")
+        if spec:
+            doc = ast.get_docstring(ast.parse(Path(spec.origin).read_text()))
+            yield (name, *split_header(doc)[:2])
+
+
+def neighbours(name):
+    """The header's last line: which lesson comes before this one, which next."""
+    names = [other for other, _, _ in existing()]
+    if name not in names:
+        return []
+    at = names.index(name)
+    before = f"lessons.{names[at - 1]}" if at else "python -m minidist.doctor"
+    after = f"lessons.{names[at + 1]}" if at + 1 < len(names) else "your own experiment"
+    return [f"  before  {before:30}  next  {after}"]
 
 
 def parse(script, argv):
@@ -54,7 +84,7 @@ def parse(script, argv):
     add("--stub", metavar="FILE", help="write the functions of the exercise, bodies empty")
     add("--mine", metavar="FILE", help="put your functions in the module's place and grade them")
     add("--prove", action="store_true", help="only the proof: checks and counts")
-    add("--json", metavar="FILE", help="write checks and counts as data")
+    add("--json", metavar="FILE", help="write checks, counts and guesses as data")
     add("--out", metavar="DIR", default="out", help="where pictures go (out)")
     add("--no-figure", action="store_true", help="draw no picture")
     for flag, text in script.flags.items():
@@ -81,37 +111,15 @@ def _check(script, options):
     if options.mine and not os.path.isfile(options.mine):
         raise BadInput(f"{options.mine} is not a file; --stub {options.mine} writes a first one")
     if options.predict not in (None, "ask"):
-        try:
-            options.predict = [float(number) for number in options.predict.split(",")]
-        except ValueError:
-            raise BadInput(f"--predict takes numbers such as 6,2,1.5, not {options.predict!r}"
-                           ) from None
+        options.predict = guess.listed(options.predict)
 
 
-def ask(lesson, question):
-    """Get the reader's number, or None; waits only where somebody can type.  Rank 0 only"""
-    given = lesson.options.predict
-    if isinstance(given, list):
-        return given.pop(0) if given else None
-    if not lesson.can_ask:
-        if lesson.can_ask is not None:
-            lesson.say("(no terminal to type on: use -n N, not mpirun, or --predict 6,2,1.5)")
-        lesson.can_ask = None                              # said once is enough
-        return None
-    try:
-        return float(typed(lesson, question))
-    except ValueError:
-        return None
-
-
-def typed(lesson, question):
-    """One line from the reader's terminal; "" where there is none.  Rank 0 only"""
-    if not terminal():
-        return ""
-    print("  " + question, end="", file=lesson.out, flush=True)
-    return sys.stdin.readline().strip()
-
-
-def terminal():
-    """Whether somebody can type: also on rank 0 of a job that -n N has started from a terminal."""
-    return sys.stdin.isatty() or os.environ.get("MINIDIST_TERMINAL") == "1"
+def need_terminal(lesson):
+    """Where the reader is to type and cannot, say so before anything is shown.  Raises BadInput"""
+    options, name = lesson.options, lesson.script.name
+    asks = "--predict" * (options.predict == "ask") + "--break mystery" * (
+        options.break_ == "mystery")
+    if asks and not lesson.share(guess.terminal):
+        raise BadInput(f"{asks} asks, and no terminal reaches rank 0 here: start it with "
+                       f"python -m lessons.{name} -n {lesson.comm.size} {asks}"
+                       + (", or give numbers: --predict 6,2,1.5" if options.predict else ""))

@@ -10,6 +10,7 @@ import inspect
 import operator
 import os
 import random
+import re
 import sys
 import textwrap
 import traceback
@@ -17,7 +18,7 @@ import types
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from lessons.script import typed
+from lessons.guess import typed
 from lessons.tables import WIDTH, relative
 from minidist.ranks.comm import Deadlock, run_threads
 
@@ -183,18 +184,17 @@ def demonstrate(lesson, bug, hidden=False):
     if not hidden:
         lesson.say(what)
         lesson.source(bug, bug.first)
-    failed, passed = lesson.share(lambda: _symptoms(lesson, bug))
+    failed, passed = lesson.share(lambda: _symptoms(lesson, bug, hidden))
     if failed:
         lesson.say(f"CAUGHT  by {len(failed)} of {len(failed) + passed} checks and counts")
     else:
         lesson.say("NOT CAUGHT: every check passed")
     lesson.broken.append(dict(name=bug.title, ok=bool(failed), by=failed))
     if why and not hidden:
-        lesson.gap()
         lesson.say(why)
 
 
-def _symptoms(lesson, bug):
+def _symptoms(lesson, bug, hidden):
     """Run the proof under the bug; with buffered sends first where only others reveal it."""
     ranks = 1 if lesson.script.alone else max(bug.ranks, lesson.comm.size)
     with patched((*bug.replaces, bug)):
@@ -204,7 +204,7 @@ def _symptoms(lesson, bug):
                        + ("every check passes" if outcome.ok else outcome.failed[0]))
             lesson.say("large messages, a send waits for its receiver:")
         outcome = trial(lesson, ranks, lesson.out, sync=bug.sync)
-    for line in outcome.error.splitlines():
+    for line in outcome.error.replace(bug.__name__, "..." if hidden else bug.__name__).splitlines():
         lesson.say(textwrap.fill(line, WIDTH - 2, subsequent_indent="      "))
     failed = outcome.failed
     return failed, len(outcome.checks) + len(outcome.ledger) + bool(outcome.error) - len(failed)
@@ -222,6 +222,7 @@ def show(lesson, name):
     lesson.say("Something in the library is broken now. These are the symptoms:\n")
     demonstrate(lesson, bugs[title], hidden=True)
     lesson.say(f"\nWhich one is it: {', '.join(bugs)}?")
-    if lesson.comm.rank == 0:
-        typed(lesson, "your guess: ")
+    guess = lesson.share(lambda: re.sub("[_ ]", "-", typed(lesson, "your guess: ")))
+    lesson.guesses.append(dict(question="which break?", unit="", guess=guess, answer=title,
+                               ok=guess == title))
     lesson.say(f"It was {title}: {inspect.getdoc(bugs[title]).partition(chr(10))[0]}")

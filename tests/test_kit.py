@@ -1,6 +1,9 @@
 """The lessons' kit, on a lesson made for the purpose."""
 import io
 import json
+import os
+import pty
+import random
 import sys
 from functools import partial
 from typing import NamedTuple
@@ -8,10 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from lessons import kit, script, substitute, tables
+from lessons import formula, guess, kit, script, substitute, tables
 from lessons.__main__ import ORDER, existing
 from minidist import BadInput, cost, tp
 from minidist.collectives import choice, layouts, ring
+from minidist.ranks import launch
 from minidist.ranks.comm import run_threads
 from tests.mpi import execute, need_mpi
 
@@ -34,7 +38,7 @@ def lesson(main, ranks=2, argv=(), **names):
     """Run main(lesson) as if it were a module of its own."""
     main.__globals__.update(prove=names.pop("prove", main), EXERCISE=names.pop("exercise", []))
     try:
-        return kit.run_on_threads(main, ranks, list(argv))
+        return kit.run_on_threads([main], ranks, list(argv))
     finally:
         main.__globals__.update(prove=None, EXERCISE=[])
 
@@ -43,12 +47,12 @@ def lesson(main, ranks=2, argv=(), **names):
 
 def test_rank_0_prints_once_and_rows_come_in_rank_order():
     def main(lesson):
-        lesson.part("Title")
         lesson.say("hello")
         lesson.rows(["squared"], [lesson.comm.rank ** 2])
     lines = lesson(main, 3)["output"].splitlines()
     assert lines.count("  hello") == 1
-    assert [line.split() for line in lines[-4:-1]] == [["0", "0"], ["1", "1"], ["2", "4"]]
+    at = lines.index("  rank  squared")
+    assert [line.split() for line in lines[at + 1:at + 4]] == [["0", "0"], ["1", "1"], ["2", "4"]]
 
 
 def test_a_check_fails_on_all_ranks_if_one_rank_is_off():
@@ -69,8 +73,9 @@ def test_what_is_not_within_the_bound_is_wrong(error):
 
 def test_a_ledger_is_exact_on_every_rank():
     def main(lesson):
-        lesson.ledger(("same", "n", 5, 5), ("own", "r", lesson.comm.rank, lesson.comm.rank))
-        lesson.ledger(("off", "n", 10, 10 + (lesson.comm.rank == 1)))
+        lesson.ledger(("same", "n", 5, 5), ("own", "r", lesson.comm.rank, lesson.comm.rank),
+                      n=5, r=lesson.comm.rank)
+        lesson.ledger(("off", "n", 10, 10 + (lesson.comm.rank == 1)), n=10)
     result = lesson(main, 2)
     assert [row["ok"] for row in result["ledger"]] == [True, True, False]
     assert result["ledger"][2]["measured"] == 11 and not result["ok"]
@@ -153,31 +158,112 @@ def test_code_is_quoted_without_decorator_and_docstring():
 
 # ---- guessing
 
-def guess(argv):
+def guessed(argv, answer=6, unit="hops"):
     def main(lesson):
-        lesson.predict("How many?", 6, "hops", why="2(p-1)", mistakes={3: "once around only"})
-    return lesson(main, 2, argv)["output"]
+        lesson.predict("How many?", answer, unit, why="2(p-1)", mistakes={3: "once around only"})
+    return lesson(main, 2, argv)
 
 
 def test_predict_compares_the_reader_s_numbers_and_explains():
-    assert "How many?  6 hops: 2(p-1)" in guess([])
-    assert "you guessed 6 hops, it is 6 hops   right" in guess(["--predict", "6"])
-    assert "you guessed 3 hops, it is 6 hops   once around only" in guess(["--predict", "3"])
-    assert "you guessed 5 hops, it is 6 hops   2(p-1)" in guess(["--predict", "5"])
+    assert "How many? 6 hops: 2(p-1)" in guessed([])["output"]
+    for given, said in [("6", "right"), ("3", "once around only"), ("5", "2(p-1)")]:
+        result = guessed(["--predict", given])
+        assert f"you guessed {given} hops, it is 6 hops: {said}" in result["output"]
+        assert result["guesses"] == [dict(question="How many?", unit="hops", guess=float(given),
+                                          answer=6, ok=given == "6")]
+    assert guessed([])["guesses"] == []
 
 
-def test_predict_never_waits_where_nobody_can_type(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    monkeypatch.delenv("MINIDIST_TERMINAL", raising=False)
-    assert "no terminal" in guess(["--predict"]) and "How many?  6" in guess(["--predict"])
+@pytest.mark.parametrize("text, unit, value", [
+    ("1,000 MB", "GB", 1), ("1.5", "MB", 1.5), ("1500 kB", "MB", 1.5), ("2 GB.", "MB", 2000),
+    ("six", "hops", 6), ("Twice", "times", 2), ("half", "", 0.5), ("3/4", "MB", 0.75),
+    (".5", "", 0.5), ("about 40 times", "times", 40), ("0 %", "%", 0), ("nothing", "%", 0),
+    ("3 million", "", 3e6), ("20 us", "ms", 0.02), ("1e9 bytes", "GB", 1), ("4x", "times", 4),
+    ("12,345,678", "bytes", 12345678), ("-3", "", -3), ("a third", "", 1 / 3), ("", "MB", None),
+    ("many", "", None), ("MB", "MB", None), ("no idea", "", None)])
+def test_numbers_are_understood_as_people_write_them(text, unit, value):
+    found = guess.number(text, unit)
+    assert found is value is None or found == pytest.approx(value, rel=1e-12)
+
+
+def test_predict_takes_numbers_with_units_from_the_command_line():
+    argv = ["--predict", "1,000 MB; 6"]
+    assert guessed(argv, 1, "GB")["guesses"][0]["ok"]
+    with pytest.raises(BadInput, match="--predict takes numbers"):
+        guessed(["--predict", "six?; MB"])
+
+
+@pytest.mark.parametrize("argv", [["--predict"], ["--break", "mystery"]])
+def test_where_nobody_can_type_it_is_said_before_anything_is_shown(argv, monkeypatch):
+    monkeypatch.setattr(guess, "terminal", lambda: False)
+    from lessons import ring as ring_lesson
+    with pytest.raises(BadInput, match="no terminal reaches rank 0 here: start it with python -m "
+                                       f"lessons.ring -n 2 {' '.join(argv)}"):
+        kit.run_on_threads(ring_lesson.SCREENS, 2, argv)
 
 
 def test_predict_reads_a_terminal(monkeypatch):
     monkeypatch.setenv("MINIDIST_TERMINAL", "1")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("3\n"))
-    assert "you guessed 3 hops" in guess(["--predict"])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("what?\n"))
-    assert "How many?  6 hops" in guess(["--predict"])
+    for typed, said in [("3\n", "you guessed 3 hops"), ("what?\n6\n", "you guessed 6 hops"),
+                        ("what?\nno idea\n", "How many? 6 hops"), ("\n", "How many? 6 hops")]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        assert said in guessed(["--predict"])["output"]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks for mpirun in /proc")
+@pytest.mark.parametrize("argv, typed, said", [
+    (["--predict"], ["1,500 kB", "60 MB"], ["you guessed 1.5 MB, it is 1.5 MB: right"]),
+    (["--break", "mystery"], ["send first"], ["your guess:", "It was "])])
+def test_rank_0_asks_on_mpirun_s_terminal(argv, typed, said, tmp_path):
+    """A student at a terminal types mpirun, and is asked: mpirun hands its input on to rank 0."""
+    need_mpi()
+    result = tmp_path / "result.json"
+    command = launch.command(2, [sys.executable, "-m", "lessons.ring", "--no-figure", *argv,
+                                 "--json", str(result)])
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe(command[0], command, {**os.environ, **launch.ENVIRONMENT})
+    output, ended = b"", False
+    os.write(terminal, "".join(line + "\n" for line in typed).encode())
+    while not ended:
+        try:
+            new = os.read(terminal, 4096)
+        except OSError:                                    # the terminal's other end is closed
+            new = b""
+        output, ended = output + new, not new
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, output.decode()
+    assert all(text in output.decode() for text in said), output.decode()
+    assert len(json.loads(result.read_text())["guesses"]) == len(typed)
+
+
+def test_formulas_are_worked_out_as_on_paper():
+    letters = dict(p=4, S=8000, B=2, T=3, D=5, L=2, V=7)
+    for text, right in [("2(p-1)/p S", 12000), ("8 B T D (p-1)/p x 8", 1440), ("0", 0),
+                        ("8 (12 L D^2 + 13 L D + (V+T+2) D)", 8 * (600 + 130 + 60)),
+                        ("ceil(log2(p)) S", 16000), ("max(B, T) x 2", 6), ("2 P", 14)]:
+        assert formula.value(text, dict(letters, P=7)) == right
+    assert formula.used("2(p-1)/p S", letters) == ["p", "S"]
+
+
+def test_a_formula_that_gives_another_number_is_wrong():
+    def main(lesson):
+        lesson.ledger(("bytes", "2(p-1) S", 16, 16), p=lesson.comm.size, S=8)
+        lesson.ledger(("P  parameters", "n", None, 10), ("O  state", "2 P", None, 20), n=10)
+        lesson.ledger(("bytes", "p S", 8, 8), p=lesson.comm.size, S=8)
+    result = lesson(main, 2)
+    assert [row["ok"] for row in result["ledger"]] == [True, True, True, False]
+    assert "where p = 2, S = 8" in result["output"]
+
+
+def test_screens_are_shown_in_order_with_title_and_words():
+    def shown(lesson):
+        """A title
+
+        Words under it."""
+        lesson.say("and more")
+    lines = lesson(shown)["output"].splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("-- 1  A title --"))
+    assert [line.strip() for line in lines[at + 1:at + 3]] == ["Words under it.", "and more"]
 
 
 # ---- putting functions in place of others
@@ -344,13 +430,19 @@ def test_a_bug_that_buffered_sends_hide_is_shown_twice():
     assert "deadlock" in result["output"]
 
 
-def test_list_and_mystery():
+def test_list_and_mystery(monkeypatch):
     from lessons import ring as ring_lesson
-    listed = kit.run_on_threads(ring_lesson.main, 2, ["--break", "list"])["output"]
+    listed = kit.run_on_threads(ring_lesson.SCREENS, 2, ["--break", "list"])["output"]
     assert "off-by-one" in listed and "send-first" in listed
-    mystery = kit.run_on_threads(ring_lesson.main, 2, ["--break", "mystery"])
-    assert mystery["ok"] and "def " not in mystery["output"].partition("Which one")[0]
-    assert "It was " in mystery["output"]
+    monkeypatch.setenv("MINIDIST_TERMINAL", "1")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("send first\n"))
+    monkeypatch.setattr(random, "choice", lambda names: names[0])
+    mystery = kit.run_on_threads(ring_lesson.SCREENS, 2, ["--break", "mystery"])
+    hidden = mystery["output"].partition("Which one")[0]
+    assert mystery["ok"] and "def " not in hidden and "send_first" not in hidden
+    assert "It was send-first" in mystery["output"]
+    assert mystery["guesses"] == [dict(question="which break?", unit="", guess="send-first",
+                                       answer="send-first", ok=True)]
 
 
 # ---- a reader's file
@@ -359,7 +451,7 @@ def graded(text, tmp_path, ranks=1):
     from lessons import ring as ring_lesson
     mine = tmp_path / "mine.py"
     mine.write_text(RING + text)
-    return kit.run_on_threads(ring_lesson.main, ranks, ["--mine", str(mine)])
+    return kit.run_on_threads(ring_lesson.SCREENS, ranks, ["--mine", str(mine)])
 
 
 def test_right_values_with_too_many_bytes_fail(tmp_path):
@@ -371,7 +463,7 @@ def all_reduce(x, comm, op=np.add):
         op(total, comm.sendrecv(x, to, np.empty_like(x), source), out=total)
     x[...] = total
 """, tmp_path)
-    assert not result["ok"] and "messages sent" in result["output"]
+    assert not result["ok"] and "messages of a rank" in result["output"]
     assert all(check["ok"] for check in result["checks"])
 
 
@@ -436,7 +528,7 @@ def test_functions_are_the_module_s_again_afterwards(tmp_path):
 @pytest.mark.parametrize("argv, message", [
     (["--break", "nothing"], "no break named 'nothing'"),
     (["--color"], "--color"),
-    (["--predict", "six"], "--predict takes numbers"),
+    (["--predict", "some"], "--predict takes numbers"),
     (["--mine", "no_such_file.py"], "is not a file"),
     (["--stub", __file__], "exists already"),
     (["--stub", "/proc/none/mine.py"], "cannot write /proc/none/mine.py"),
@@ -446,7 +538,7 @@ def test_functions_are_the_module_s_again_afterwards(tmp_path):
 def test_bad_input_is_one_sentence(argv, message):
     from lessons import ring as ring_lesson
     with pytest.raises(BadInput, match=message) as error:
-        script.parse(script.read(ring_lesson.main), argv)
+        script.parse(script.read(ring_lesson.SCREENS), argv)
     assert "\n" not in str(error.value)
 
 

@@ -4,18 +4,22 @@ import ast
 import importlib
 import inspect
 import json
+import re
 import sys
 
 import pytest
 
-from lessons import exercises, kit, script, tables
+from lessons import exercises, guess, kit, script, tables
 from lessons.__main__ import existing
 from minidist.ranks import launch
 from tests.mpi import execute, need_mpi
 
 NAMES = [name for name, _, _ in existing()]
-MAINS = {name: importlib.import_module(f"lessons.{name}").main for name in NAMES}
-SCRIPTS = {name: script.read(main) for name, main in MAINS.items()}
+MODULES = {name: importlib.import_module(f"lessons.{name}") for name in NAMES}
+SCREENS = {name: getattr(module, "SCREENS", None) or [module.main]
+           for name, module in MODULES.items()}
+SCRIPTS = {name: script.read(screens) for name, screens in SCREENS.items()}
+FORM = [name for name in NAMES if hasattr(MODULES[name], "SCREENS")]
 BREAKS = [(name, bug.title) for name in NAMES for bug in SCRIPTS[name].breaks]
 FUNCTIONS = [(name, f.__name__) for name in NAMES for f in SCRIPTS[name].exercise]
 
@@ -50,7 +54,7 @@ PLANTED = {
 
 
 def run(name, ranks, *argv):
-    return kit.run_on_threads(MAINS[name], ranks, ["--no-figure", *argv])
+    return kit.run_on_threads(SCREENS[name], ranks, ["--no-figure", *argv])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])               # 2 below, 4 under mpirun
@@ -65,7 +69,8 @@ def test_a_lesson_proves_itself_on_thread_ranks(name, ranks):
                                     for c in result["checks"])
     assert all(set(row) == {"quantity", "formula", "predicted", "measured", "ok"}
                for row in result["ledger"])
-    check_screens(result["output"])
+    if name in FORM:
+        check_form(name, result["output"])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not SCRIPTS[name].alone])
@@ -75,12 +80,62 @@ def test_a_lesson_s_proof_holds_on_two_ranks(name):
     assert result["checks"] and result["output"].count("\n") < 25
 
 
-def check_screens(output):
-    """Steps that fit one screen each, and a hundred columns."""
-    screens = output.split("\n-- ")
-    assert max(map(len, output.splitlines())) <= tables.WIDTH
-    assert max(len(screen.splitlines()) for screen in screens) <= 32
-    assert len(output.splitlines()) <= 135
+def check_form(name, output):
+    """Ninety lines, in screens of 24, as wide as a terminal, in the order promised."""
+    lines = output.splitlines()
+    assert max(map(len, lines)) <= tables.WIDTH
+    assert len(lines) <= 90, f"{len(lines)} lines"
+    assert max(len(screen.splitlines()) for screen in output.split("\n-- ")) <= 24
+    titles = [inspect.getdoc(screen).splitlines()[0] for screen in SCREENS[name][:-1]]
+    heads = [line.strip("- ") for line in lines if line.startswith("-- ")]
+    assert heads == [f"{i}  {title}" for i, title in enumerate([*titles, "Break it"], 1)] + [
+        "Takeaway"]
+
+
+@pytest.mark.parametrize("name", FORM)
+def test_a_lesson_has_the_form(name):
+    """Short; a function per screen, a planted bug at the end; guesses and a takeaway."""
+    module, lesson = MODULES[name], SCRIPTS[name]
+    assert len(inspect.getsource(module).splitlines()) <= 220
+    *screens, bug = SCREENS[name]
+    assert len(screens) >= 3 and lesson.prove in screens and hasattr(bug, "replaces")
+    assert all(inspect.getdoc(screen) for screen in screens)
+    longest = max(len(inspect.getsource(screen).splitlines()) for screen in screens)
+    assert longest <= 36, f"a screen's function has {longest} lines"
+    assert all(lesson.close) and lesson.exercise and len(lesson.breaks) >= 2
+    assert inspect.getsource(module).count("lesson.predict(") in (2, 3)
+
+
+@pytest.mark.parametrize("name", FORM)
+def test_nothing_above_a_question_gives_its_answer_away(name, monkeypatch):
+    """No number printed above it is the answer, as it stands or with another unit."""
+    spoiled, original = [], kit.Lesson.predict
+
+    def predict(self, question, answer, unit="", **more):
+        if self.comm.rank == 0:
+            above = self.out.getvalue() + question
+            spoiled.extend((question, found) for found in numbers(above, unit)
+                           if found and guess.near(found, answer) or found == answer)
+        original(self, question, answer, unit, **more)
+    monkeypatch.setattr(kit.Lesson, "predict", predict)
+    run(name, 1 if SCRIPTS[name].alone else 4)
+    assert not spoiled
+
+
+def numbers(text, unit):
+    """Every number in a text with what follows it, in the unit asked for."""
+    found = re.findall(r"(?<![\w.])[\d,]*\.?\d+(?:e[-+]?\d+)?(?: ?[%a-zA-Z]+)?", text)
+    return [guess.number(each, unit) for each in found]
+
+
+@pytest.mark.parametrize("name", FORM)
+def test_no_two_bugs_have_the_same_symptoms(name):
+    """The checks and counts that fail, or how the run ends, tell a reader which bug it is."""
+    seen = {}
+    for bug in SCRIPTS[name].breaks:
+        by = run(name, 3, "--break", bug.title)["breaks"][0]["by"]
+        symptoms = tuple(line.split(": difference")[0].split(": predicted")[0] for line in by)
+        assert seen.setdefault(symptoms, bug.title) == bug.title, (seen, symptoms)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,8 +162,9 @@ def test_lessons_have_bugs_an_exercise_and_a_header():
         head = "\n".join(lesson.header)
         assert lesson.title.isupper() and lesson.question.endswith("?"), name
         words = [line.split()[0] for line in lesson.header if line.strip()][1:]
-        assert [w for w in words if w in ("lifts", "costs", "code", "before", "run")] == [
-            "lifts", "costs", "code", "before", "run"], (name, words)
+        assert [w for w in words if w in ("lifts", "costs", "code", "run", "before")] in (
+            ["lifts", "costs", "code", "run", "before"],
+            ["lifts", "costs", "code", "before", "run", "before"]), (name, words)
         assert "next" in head and f"python -m lessons.{name}" in head
 
 
