@@ -15,7 +15,7 @@ from lessons import formula, guess, kit, script, substitute, tables
 from lessons.__main__ import ORDER, existing
 from minidist import BadInput, cost, tp
 from minidist.collectives import choice, layouts, ring
-from minidist.ranks import launch
+from minidist.ranks import environment, launch
 from minidist.ranks.comm import run_threads
 from tests.mpi import execute, need_mpi
 
@@ -222,7 +222,7 @@ def test_rank_0_asks_on_mpirun_s_terminal(argv, typed, said, tmp_path):
                                  "--json", str(result)])
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execvpe(command[0], command, {**os.environ, **launch.ENVIRONMENT})
+        os.execvpe(command[0], command, {**os.environ, **environment.SETTINGS})
     output, ended = b"", False
     os.write(terminal, "".join(line + "\n" for line in typed).encode())
     while not ended:
