@@ -27,6 +27,11 @@ class History:
         self.tokens += step.count
         self.seconds += seconds
 
+    def validated(self, loss):
+        """Record a validation after the steps taken so far."""
+        self.val_losses.append(loss)
+        self.val_steps.append(len(self.losses))
+
     @property
     def tokens_per_s(self):
         return self.tokens / self.seconds if self.seconds else 0.0

@@ -1,8 +1,9 @@
 """Train a GPT on the characters of a text: the loss as it falls, its curve, a sample.
 
-    text -> Corpus -> batch(seed, step) -> train_step -> loss
-                                              |
-             every tenth of the way: validation loss        at the end: curve, sample, digest
+    text -> Corpus -> batch(seed, step) -> train_step -> loss, which listeners hear:
+                                             |
+        a line of progress, every tenth of the way a validation, the twin of --verify
+        at the end: curve, sample, digest
 
 What a run does is a function of its flags: the same command gives the same parameters, bit by bit,
 and the digest printed at the end says so. Everything that can be refused is refused before the
@@ -15,6 +16,7 @@ import hashlib
 import json
 import math
 import time
+from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from minidist.engine.data import Corpus, default_text, read_text
 from minidist.engine.optim import SGD, AdamW, warmup_cosine
 from minidist.engine.tensor import no_grad
 from minidist.mesh import DeviceMesh
-from minidist.placement import join
+from minidist.placement import everything
 from minidist.progress import History, Progress, draw
 from minidist.ranks import launch
 from minidist.step import summed, train_step
@@ -82,9 +84,23 @@ def parser():
     return p
 
 
+def options(argv=None):
+    """Read the flags and fill in what follows from others.  -> named tuple, so nobody changes it"""
+    args = parser().parse_args(argv)
+    if args.verify and args.dtype == "float32":
+        raise BadInput("--verify compares in float64, where 1e-11 is far above rounding and far "
+                       "below any mistake; leave out --dtype float32")
+    if args.grad_accum > args.batch:
+        raise BadInput(f"{args.batch} sequences do not fill {args.grad_accum} pieces; use "
+                       f"--grad-accum 1 to {args.batch}")
+    args.dtype = args.dtype or ("float64" if args.verify else "float32")
+    args.eps = verify.ADAMW_EPS if args.verify else 1e-8
+    return namedtuple("Options", vars(args))(**vars(args))
+
+
 # ------------------------------------------------------------------------------ the run
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
     """Hold what training works on."""
     corpus: Corpus
@@ -95,90 +111,91 @@ class Run:
     twin: verify.Twin | None                                # the same training in one process
 
 
-def build(args):
+def build(o):
     """Make everything the run needs; raise BadInput for what cannot be made."""
-    sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
-    if args.grad_accum > args.batch:
-        raise BadInput(f"{args.batch} sequences do not fill {args.grad_accum} pieces; use "
-                       f"--grad-accum 1 to {args.batch}")
-    context = gpt.preset(args.preset, vocab=1, **sizes).context
-    text = default_text() if args.text is None else read_text(args.text)
-    corpus = Corpus(text, context)
-    config = gpt.preset(args.preset, vocab=corpus.vocab, dropout=args.dropout, **sizes)
-    mesh = parallel.make_mesh(args)
+    replaced = {name: getattr(o, name) for name in SIZES if getattr(o, name) is not None}
+    sizes = gpt.sizes(o.preset, **replaced)
+    text = default_text() if o.text is None else read_text(o.text)
+    corpus = Corpus(text, sizes["context"])
+    config = gpt.GPTConfig(vocab=corpus.vocab, dropout=o.dropout, **sizes)
+    mesh = parallel.make_mesh(o)
 
     def plain():
-        return gpt.GPT(config, args.seed, np.dtype(args.dtype))
+        return gpt.GPT(config, o.seed, np.dtype(o.dtype))
 
     def optimizer(params):
-        return make_optimizer(params, args, config)
+        return make_optimizer(params, o, config)
 
-    model = parallel.spread(plain(), mesh, args.sp)
-    twin = verify.Twin(plain, optimizer, mesh) if args.verify else None
+    model = parallel.spread(plain(), mesh, o.sp)
+    twin = verify.Twin(plain, optimizer, mesh) if o.verify else None
     return Run(corpus, config, mesh, model, optimizer(model.parameters()), twin)
 
 
-def settle(args):
-    """Fill in what depends on --verify: only float64 can tell rounding from a mistake."""
-    if args.verify and args.dtype == "float32":
-        raise BadInput("--verify compares in float64, where 1e-11 is far above rounding and far "
-                       "below any mistake; leave out --dtype float32")
-    args.dtype = args.dtype or ("float64" if args.verify else "float32")
-    args.eps = verify.ADAMW_EPS if args.verify else 1e-8
-    return args
-
-
-def make_optimizer(params, args, config):
+def make_optimizer(params, o, config):
     """Make AdamW or SGD; a tenth of the steps warms up, a cosine leads to a tenth of the rate."""
-    usual = 0.5 if args.optimizer == "sgd" else 0.75 / config.width
-    peak = usual if args.lr is None else args.lr
-    rate = warmup_cosine(peak, min(100, args.steps // 10), args.steps, floor=peak / 10)
-    if args.optimizer == "sgd":
+    usual = 0.5 if o.optimizer == "sgd" else 0.75 / config.width
+    peak = usual if o.lr is None else o.lr
+    rate = warmup_cosine(peak, min(100, o.steps // 10), o.steps, floor=peak / 10)
+    if o.optimizer == "sgd":
         return SGD(params, rate, momentum=0.9)
-    return AdamW(params, rate, eps=args.eps)
+    return AdamW(params, rate, eps=o.eps)
 
 
-def fit(run, args, progress):
-    """Take all steps, or as many as --verify finds equal.  -> History"""
-    history = History()
-    due = {args.steps * i // VALIDATIONS for i in range(VALIDATIONS)}
-    for step in range(args.steps):
-        if step in due:
-            validate(run, args, history)
-            progress.mark(history)
+def fit(run, o, history, listeners):
+    """Train.  Every listener hears of every step; one that answers False ends the training."""
+    for step in range(o.steps):
         began = time.perf_counter()
-        batch = run.corpus.batch(args.batch, args.seed, step)
-        result = train_step(run.model, batch, run.optimizer, run.mesh, args.grad_accum,
-                            max_norm=args.clip or None)
+        batch = run.corpus.batch(o.batch, o.seed, step)
+        result = train_step(run.model, batch, run.optimizer, run.mesh, o.grad_accum,
+                            max_norm=o.clip or None)
         history.add(result, time.perf_counter() - began)
-        progress.move(history)
         if not math.isfinite(result.loss):
             raise BadInput(f"the loss is {result.loss} at step {step}; use a smaller --lr than "
                            f"the {run.optimizer.rate:.2g} of this step")
-        if run.twin and step < args.verify and not run.twin.check(
-                result, run.model, run.optimizer, batch, args.clip or None).equal:
+        if False in [hear(step, batch, result) for hear in listeners]:
             break
-    validate(run, args, history)
-    progress.mark(history)
+
+
+def train(run, o, progress):
+    """Train, and on the way validate, show, and compare with the twin.  -> History"""
+    history = History()
+    due = {o.steps * i // VALIDATIONS for i in range(1, VALIDATIONS + 1)}
+
+    def validate():
+        history.validated(validation_loss(run, o))
+        progress.mark(history)
+
+    def show(step, batch, result):
+        progress.move(history)
+        if step + 1 in due:
+            validate()
+
+    def compare(step, batch, result):
+        return step >= (o.verify or 0) or run.twin.check(
+            result, run.model, run.optimizer, batch, o.clip or None).equal
+
+    validate()
+    fit(run, o, history, [show, compare])
+    if history.val_steps[-1] < len(history.losses):         # the twin has ended it early
+        validate()
     return history
 
 
-def validate(run, args, history):
+def validation_loss(run, o):
     """Measure the mean loss on text that is never trained on, always the same windows."""
     loss = count = 0
     with no_grad():
         for i in range(VALIDATION_BATCHES):
-            batch = run.model.localize(run.corpus.batch(args.batch, args.seed, i, "val"))
+            batch = run.model.localize(run.corpus.batch(o.batch, o.seed, i, "val"))
             loss += run.model(batch).item()
             count += batch.count
     loss, count = summed(loss, count, run.mesh)
-    history.val_losses.append(loss / count)
-    history.val_steps.append(len(history.losses))
+    return loss / count
 
 
 def whole(run, dtype):
     """Gather the trained parameters into a plain model.  Collective."""
-    trained = {p.name: join(p, p.data) for p in run.model.parameters()}
+    trained = everything(run.model.parameters(), run.mesh)
     model = gpt.GPT(run.config, dtype=dtype)
     for p in model.parameters():
         p.data[...] = trained[p.name]
@@ -194,24 +211,24 @@ def digest(model):
     return hashed.hexdigest()
 
 
-def sample(model, corpus, args):
+def sample(model, corpus, o):
     """Let the model write on from a line break, or from the first character it knows."""
     start = corpus.encode("\n") if "\n" in corpus.ids else [0]
-    rng = np.random.default_rng([args.seed, 1])
-    return corpus.decode(gpt.generate(model, start, args.sample, rng)[1:])
+    rng = np.random.default_rng([o.seed, 1])
+    return corpus.decode(gpt.generate(model, start, o.sample, rng)[1:])
 
 
 # ------------------------------------------------------------------------------ what is shown
 
-def headline(run, args):
+def headline(run, o):
     """Say in two lines what is about to be trained on what."""
     c = run.config
     size = sum(math.prod(p.full_shape) for p in run.model.parameters())
-    text, characters = args.text or "Unicode names", len(run.corpus.tokens)
-    return (f"{args.preset}: {c.layers} layers of width {c.width}, {c.heads} heads, "
-            f"{size:,} parameters in {args.dtype}\n"
+    text, characters = o.text or "Unicode names", len(run.corpus.tokens)
+    return (f"{o.preset}: {c.layers} layers of width {c.width}, {c.heads} heads, "
+            f"{size:,} parameters in {o.dtype}\n"
             f"{text}: {characters:,} characters, {c.vocab} different; "
-            f"{args.batch} x {c.context} tokens per step, on {run.mesh.describe()}")
+            f"{o.batch} x {c.context} tokens per step, on {run.mesh.describe()}")
 
 
 def audit(params):
@@ -222,52 +239,52 @@ def audit(params):
                      for row in table)
 
 
-def report(args, history, verdict, text, fingerprint):
+def report(o, history, verdict, text, fingerprint):
     """Collect what was printed, as data."""
     return {"losses": history.losses, "val_losses": history.val_losses,
             "val_steps": history.val_steps, "tokens_per_s": history.tokens_per_s,
             "verdict": verdict, "sample": text, "parameters_sha256": fingerprint,
-            "flags": {k: v for k, v in vars(args).items() if k not in ("out", "json")}}
+            "flags": {k: v for k, v in o._asdict().items() if k not in ("out", "json")}}
 
 
 # ------------------------------------------------------------------------------ the command
 
 def main():
-    args = settle(parser().parse_args())
-    run = build(args)
-    for path in outputs(args).values():
+    o = options()
+    run = build(o)
+    for path in outputs(o).values():
         flags.writable(path)
     first = run.mesh.world.rank == 0
     if first:
-        print(headline(run, args))
-        if args.audit:
+        print(headline(run, o))
+        if o.audit:
             print("\n" + audit(run.model.parameters()) + "\n")
-    with Progress(args.steps, show=first) as progress, np.errstate(over="ignore", invalid="ignore"):
-        history = fit(run, args, progress)
-    model = whole(run, np.dtype(args.dtype))
+    with Progress(o.steps, show=first) as progress, np.errstate(over="ignore", invalid="ignore"):
+        history = train(run, o, progress)
+    model = whole(run, np.dtype(o.dtype))
     verdict = run.twin.verdict if run.twin else None
     if first:
-        finish(args, history, verdict, model, run.corpus)
+        finish(o, history, verdict, model, run.corpus)
     return 0 if verdict is None or verdict.equal else 1
 
 
-def outputs(args):
+def outputs(o):
     """Name the files that this run will write."""
-    files = {"picture": None if args.no_figure else Path(args.out) / "loss.png",
-             "data": args.json}
+    files = {"picture": None if o.no_figure else Path(o.out) / "loss.png",
+             "data": o.json}
     return {what: path for what, path in files.items() if path}
 
 
-def finish(args, history, verdict, model, corpus):
+def finish(o, history, verdict, model, corpus):
     """Print and write what has come out."""
-    files = outputs(args)
-    text, fingerprint = sample(model, corpus, args), digest(model)
+    files = outputs(o)
+    text, fingerprint = sample(model, corpus, o), digest(model)
     print(f"\n{text}\n" if text else "")
     print(f"parameters sha256 {fingerprint}")
     if "picture" in files:
         draw(history, files["picture"])
     if "data" in files:
-        data = report(args, history, verdict and verdict.line(), text, fingerprint)
+        data = report(o, history, verdict and verdict.line(), text, fingerprint)
         data = json.dumps(data, indent=1).encode()
         flags.write(files["data"], lambda file: file.write(data))
     for what, path in files.items():

@@ -112,8 +112,9 @@ def test_the_same_run_on_one_process_and_on_ranks_gives_the_same_losses(tmp_path
     assert losses[0] == pytest.approx(losses[1], rel=1e-13)
 
 
-def test_settle_chooses_what_verify_needs():
-    args = train.settle(train.parser().parse_args(["--verify"]))
-    assert (args.dtype, args.eps) == ("float64", 1e-5)
-    args = train.settle(train.parser().parse_args([]))
-    assert (args.dtype, args.eps) == ("float32", 1e-8)
+def test_options_are_what_verify_needs_and_stay():
+    options = train.options(["--verify"])
+    assert (options.dtype, options.eps) == ("float64", 1e-5)
+    with pytest.raises(AttributeError):
+        options.dtype = "float32"
+    assert (train.options([]).dtype, train.options([]).eps) == ("float32", 1e-8)

@@ -68,7 +68,7 @@ def work(args):
 def setting(args):
     """What every job works on.  -> mesh, config, batches: one to warm up, then those that count"""
     mesh = parallel.make_mesh(args)
-    corpus = Corpus(default_text(), gpt.preset(args.preset, vocab=1).context)
+    corpus = Corpus(default_text(), gpt.sizes(args.preset)["context"])
     batches = [corpus.batch(args.batch, 0, step) for step in range(args.steps + 1)]
     return mesh, gpt.preset(args.preset, vocab=corpus.vocab), batches
 
@@ -152,7 +152,7 @@ def wanted(args):
 
 def table(args, counts, laps):
     """Turn seconds per step into rows, medians over all rounds."""
-    tokens = args.batch * gpt.preset(args.preset, vocab=1).context
+    tokens = args.batch * gpt.sizes(args.preset)["context"]
     one = statistics.median(laps[counts[0], "ours"])
     rows = []
     for ranks in counts:

@@ -71,11 +71,16 @@ PRESETS = {
 }
 
 
-def preset(name, vocab, **over):
-    """Look up a preset's sizes; keyword arguments replace single ones."""
+def sizes(name, **over):
+    """Look up a preset's sizes; keyword arguments replace single ones.  -> dict"""
     if name not in PRESETS:
         raise BadInput(f"there is no preset {name!r}; use one of {', '.join(PRESETS)}")
-    return GPTConfig(vocab=vocab, **{**PRESETS[name], **over})
+    return {**PRESETS[name], **over}
+
+
+def preset(name, vocab, **over):
+    """Make a preset's configuration; keyword arguments replace its sizes."""
+    return GPTConfig(vocab=vocab, **sizes(name, **over))
 
 
 def divisors(n):
