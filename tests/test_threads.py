@@ -111,6 +111,13 @@ def test_a_deadlock_while_a_stream_closes():
     assert "rank 0 (stream) waits for a message from rank 1" in text
 
 
+def test_a_deadlock_is_found_after_a_stream_was_closed():
+    def body(comm):
+        comm.stream().close()
+        comm.recv(np.empty(1), 1 - comm.rank)
+    assert "a cycle of receives" in deadlock(2, body, timeout=60)
+
+
 def test_a_stream_that_hangs_meets_the_timeout():
     stop = threading.Event()
     with pytest.raises(TimeoutError, match="ranks still run after 0.2 s"):

@@ -79,8 +79,8 @@ class Comm(Counting, Closing):
 
     def sendrecv(self, x, to, into, source):
         """Send x and receive into at the same time, so that a cycle cannot block; return into."""
-        # _out, _in, _begin and _end by hand: every collective spends its time here, and their calls
-        # would make 1.2 us of the 0.8 us that Python takes for one.
+        # _out, _in, _begin and _end are written out here, since every collective spends its time in
+        # this call: 0.8 us of Python instead of the 1.2 us that it takes with their calls.
         try:
             tag = expected = self._tag + CODES[x.dtype]
             if into.dtype is not x.dtype:
