@@ -29,9 +29,10 @@ import pytest
 from minidist.ranks import environment, launch, safety
 
 ROOT = Path(__file__).resolve().parent.parent
+HANG = 600                  # seconds after which a job hangs, however busy the machine is
 
 
-def mpi(ranks, timeout=30, **env):
+def mpi(ranks, timeout=HANG, **env):
     """Make a test of `fn(comm, ...)` that passes when it passes on every one of `ranks` ranks."""
     def decorate(fn):
         @functools.wraps(fn)
@@ -44,7 +45,7 @@ def mpi(ranks, timeout=30, **env):
     return decorate
 
 
-def on_ranks(fn, ranks, timeout=30, kwargs=None, env=None):
+def on_ranks(fn, ranks, timeout=HANG, kwargs=None, env=None):
     """Launch fn(comm, **kwargs) on MPI ranks; fail with everything they had to say."""
     need_mpi()
     with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +108,7 @@ def execute(command, timeout, env=None, interrupt=None):
 
 def survivors(mark):
     """The processes of a job that has ended, found by a mark in their environment (Linux)."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (found := list(marked(mark))) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found

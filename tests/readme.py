@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from minidist.ranks import environment
-from tests.mpi import execute
+from tests.mpi import HANG, execute
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -47,7 +47,7 @@ def here(command):
 def run(command, out=None):
     """Run a command of the README, its pictures into the folder `out`; return what it prints."""
     argv = here(command) + (["--out", str(out)] if out else [])
-    status, output = execute(argv, timeout=240)
+    status, output = execute(argv, timeout=HANG)
     if status:
         raise RuntimeError(f"{command}: status {status}\n{output}")
     return output.replace(f"{out}/", "out/")

@@ -85,7 +85,7 @@ def calls_into_kept_arrays(comm, n):
 
 # --- Under MPI, beside MPI's own collectives. ---
 
-@mpi(8, timeout=60)
+@mpi(8)
 def test_mpi_gives_the_same(comm):
     for color in 0, (comm.rank > 0) + (comm.rank > 3), comm.rank // 2:      # 8; 1 3 4; 2 2 2 2
         group = comm.split(color)
@@ -94,20 +94,20 @@ def test_mpi_gives_the_same(comm):
                 beside_mpi(group, n, dtype)
 
 
-@mpi(4, timeout=60, MINIDIST_SYNC="1")
+@mpi(4, MINIDIST_SYNC="1")
 def test_mpi_with_synchronous_sends(comm):
     for n in 3, 5, 300_000:
         beside_mpi(comm, n, "float32")
 
 
-@mpi(3, timeout=60, MINIDIST_PIECE="4000")
+@mpi(3, MINIDIST_PIECE="4000")
 def test_messages_cut_into_pieces(comm):
     """As messages over 2 GB are; here over 4000 bytes."""
     for n in 2999, 3000, 3001, 7500:
         beside_mpi(comm, n, "float32")
 
 
-@mpi(4, timeout=60, MINIDIST_CHECK="1")
+@mpi(4, MINIDIST_CHECK="1")
 def test_calls_that_do_not_match_are_refused_on_all_ranks(comm):
     beside_mpi(comm, 100, "float32")
     x = np.ones(100 + (comm.rank == 2))
@@ -115,7 +115,7 @@ def test_calls_that_do_not_match_are_refused_on_all_ranks(comm):
         collectives.all_reduce(x, comm, algorithm="ring")
 
 
-@mpi(4, timeout=60, MPIR_CVAR_NUM_CLIQUES="2")
+@mpi(4, MPIR_CVAR_NUM_CLIQUES="2")
 def test_two_nodes_of_two(comm):
     beside_mpi(comm, 1001, "float32")
     node, rail, rails = choice.GROUPS[comm]

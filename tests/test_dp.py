@@ -358,7 +358,7 @@ def test_a_parameter_frozen_later_holds_nothing_up():
 
 # -------------------------------------------------------------------------- over real MPI
 
-@mpi.mpi(4, timeout=60)
+@mpi.mpi(4)
 def test_equals_one_process_over_mpi(comm):
     batches = [random_batch(13, 8, 5, 7, step) for step in range(2)]
     for ranks in (2, 3, 4):

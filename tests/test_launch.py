@@ -23,8 +23,8 @@ def fail(name, *words, ranks=3, supervised=True, sync=False, **options):
     argv = [sys.executable, "-m", "tests.failures", name, *words]
     argv = [*argv, "-n", str(ranks)] if supervised else launch.command(ranks, argv)
     env = {"MINIDIST_TIMEOUT": str(LIMIT), "MINIDIST_SYNC": str(int(sync))}
-    status, output = mpi.execute(argv, LIMIT + 10, env, **options)
-    assert status is not None, f"still running after {LIMIT + 10} s:\n{output}"
+    status, output = mpi.execute(argv, mpi.HANG, env, **options)
+    assert status is not None, f"still running after {mpi.HANG} s:\n{output}"
     return status, "\n".join(output.splitlines()[:SCREEN])
 
 

@@ -61,7 +61,7 @@ def test_replicas_become_data_parallel():
 def command(ranks, *flags):
     need_mpi()
     return execute(launch.command(ranks, [sys.executable, "-m", "minidist.train", *RUN, *flags]),
-                   timeout=60)
+                   timeout=600)
 
 
 def test_training_on_ranks_is_verified(tmp_path):
