@@ -4,7 +4,7 @@
     python -m tests.readme --picture    draws its picture anew, too
 
 A block under `<!-- output head=9 tail=4: COMMAND -->` holds the first and last lines that COMMAND
-prints.
+prints; `the Python above` stands for the README's program in Python.
 """
 import json
 import os
@@ -22,6 +22,7 @@ README = ROOT / "README.md"
 PICTURE = ROOT / "lessons" / "curves.png"
 BLOCK = re.compile(r"<!-- output (?P<cut>[^:>]*): (?P<command>.+?) -->\n```\n(?P<text>.*?)```",
                    re.S)
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 COMMAND = re.compile(r"^    (?P<command>(?:python3?|mpirun|\.venv/bin/\w+) .+)$", re.M)
 # What differs between machines: times, speeds, the last bits of sums and what is made from them.
 MACHINE = re.compile(r"\d[\d,.]* ?(ms|us|s|min|%|tokens/s|GFLOP/s|GB/s)(?!\w)|\d+:\d+ left"
@@ -40,6 +41,8 @@ def commands():
 
 def here(command):
     """Translate a command of the README to this environment.  -> argv"""
+    if command == "the Python above":
+        return [sys.executable, "-c", PYTHON.search(README.read_text())[1]]
     own = {"python": sys.executable, "mpirun": environment.mpiexec() or "mpirun"}
     return [own.get(word, word) for word in shlex.split(command)]
 

@@ -34,6 +34,22 @@ def first(i):
     return readme.commands()[i]
 
 
+def test_the_table_of_variables_is_the_code():
+    """What the library reads or sets, by its name in quotes, and nothing else."""
+    files = [*readme.ROOT.glob("minidist/**/*.py"), *readme.ROOT.glob("lessons/*.py")]
+    in_code = {v for f in files for v in re.findall(r'"(MINIDIST_\w+)"', f.read_text())}
+    rows = [line for line in readme.README.read_text().splitlines() if line.startswith("| `MINI")]
+    assert in_code == {v for row in rows for v in re.findall(r"MINIDIST_\w+", row)}
+
+
+def test_the_program_is_ten_lines_and_shows_one_loss():
+    program = readme.PYTHON.search(readme.README.read_text())[1]
+    body = [line for line in program.splitlines() if line.startswith("    ")]
+    shown = next(text for command, _, text in readme.blocks() if command == "the Python above")
+    losses = re.findall(r"loss (\S+),", shown)
+    assert len(body) <= 10 and len(losses) == 3 and len(set(losses)) == 1
+
+
 def test_links_lead_somewhere():
     paths = re.findall(r"\]\((?!http)([^)#]+)\)", readme.README.read_text())
     assert paths and not [p for p in paths if not (readme.ROOT / p).exists()]
