@@ -1,5 +1,8 @@
 """Buckets: many small gradients in a few flat buffers, one collective for each buffer.
 
+    Bucket      one flat buffer, filled by gradients, emptied by the sum
+    Reducer     fills the buckets of a model during backward, and sums them in the background
+
     summed by all_reduce        [ grad of p7 | grad of p6 | grad of p5 | u7 u6 u5 ]
 
     summed by reduce_scatter    [ piece 0 of p7 | of p6 | of p5 | u7 u6 u5 ]   row 0, for rank 0
@@ -19,7 +22,14 @@ whoever delivers it: the backward itself, or the weight pass that a backward has
 Lesson: mpirun -n 4 python -m lessons.dp
 Paper:  Li et al. 2020, "PyTorch distributed: experiences on accelerating data parallel training"
 """
+from contextlib import contextmanager
+from functools import partial
+
 import numpy as np
+
+from minidist.collectives import all_reduce, reduce_scatter
+from minidist.engine.tape import deferred
+from minidist.engine.tensor import Tensor, after_backward
 
 FIRST, CAP = 1 << 20, 25 << 20                          # bytes: 1 MiB, 25 MiB
 
@@ -44,11 +54,11 @@ def assign(sizes, kinds=None, cap=CAP, first=FIRST):
 class Bucket:
     """The gradients of some parameters, one after another in one flat buffer.
 
-    ranks: rows of the buffer; 1 for an all_reduce, p for a reduce_scatter, where row r holds piece
-    r of every gradient (as placement.Flat cuts it, padded with zeros)."""
+    ranks: None for an all_reduce; p for a reduce_scatter, where each of p rows holds one piece of
+    every gradient (as placement.Flat cuts it, padded with zeros)."""
 
-    def __init__(self, params, ranks=1):
-        self.params = params
+    def __init__(self, params, ranks=None):
+        self.params, self.whole, ranks = params, ranks is None, ranks or 1
         sizes = [-(-p.data.size // ranks) for p in params]
         ends = np.cumsum(sizes)
         self.flat = np.zeros(ranks * (ends[-1] + len(params)), params[0].dtype)
@@ -81,7 +91,7 @@ class Bucket:
             piece = grad[start:start + row.size]
             row[:piece.size], row[piece.size:] = piece, 0
         self.used[:, self.params.index(p)] = 1
-        p.grad = rows[0].reshape(p.shape) if len(rows) == 1 else None
+        p.grad = rows[0].reshape(p.shape) if self.whole else None
         del self.waiting[p.name]
 
     def close(self):
@@ -96,19 +106,157 @@ class Bucket:
     def hand_out(self, row=None):
         """Give every parameter its sum, or my piece of it; None if no rank had a gradient for it.
 
-        row: what reduce_scatter has left me; without it the one row is the sum, in p's shape."""
-        mine = self.rows[0] if row is None else row
-        for p, users in zip(self.params, mine[-len(self.params):]):
-            piece = mine[self.columns[p.name]]
-            p.grad = (piece.reshape(p.shape) if row is None else piece) if users else None
+        row: what reduce_scatter has left me; after an all_reduce, the only one."""
+        row = self.rows[0] if row is None else row
+        for p, users in zip(self.params, row[-len(self.params):]):
+            piece = row[self.columns[p.name]]
+            p.grad = (piece.reshape(p.shape) if self.whole else piece) if users else None
 
     def holds(self, p):
         """Is p.grad a view of this buffer: the sum of an earlier step?"""
         return p.grad is not None and np.may_share_memory(p.grad, self.flat)
 
 
-def build(params, cap=CAP, first=FIRST, ranks=1):
+def build(params, cap=CAP, first=FIRST, ranks=None):
     """Put parameters, in the order in which their gradients come, into buckets."""
     kinds = [p.dtype for p in params]
     lists = assign([p.data.nbytes for p in params], kinds, cap, first)
     return [Bucket([params[i] for i in members], ranks) for members in lists]
+
+
+class Reducer:
+    """Sum gradients over ranks while backward is running.
+
+    When backward returns, every p.grad of params is the sum over the ranks of comm: a view of its
+    bucket, or with ranks=comm.size this rank's piece of it.  A parameter used on some ranks only
+    got zeros from the others, one used nowhere has None.  Such a parameter holds back its
+    bucket, and those after it, until the end of backward: right, but nothing is hidden.
+
+    Several backward passes of one step go into `with reducer.summing(passes):`, as train_step's do
+    if it is the model's: then a gradient is complete when each pass has delivered it.
+
+    params: in the order in which their gradients come.  Collective.  Ends with close(), or `with`.
+    """
+
+    def __init__(self, model, comm, params, bucket_bytes=CAP, first_bucket_bytes=FIRST, ranks=None):
+        self.model, self.params, self.stream = model, params, comm.stream()
+        self.buckets = build(params, bucket_bytes, first_bucket_bytes, ranks)
+        self.bucket_of = {p.name: bucket for bucket in self.buckets for p in bucket.params}
+        self.known = {p.name for p in model.parameters() if p.requires_grad}
+        self.works = None                                  # those launched, while a step is open
+        self.told = False                                  # that there are several passes
+        self.hooks = [p.register_post_accumulate_grad_hook(self.ready) for p in params]
+        model.wrap(self.watch)
+
+    @contextmanager
+    def summing(self, passes):
+        """Sum what so many backward passes in here deliver.  Collective"""
+        self.open(passes)
+        self.told = True
+        try:
+            yield
+        finally:
+            self.told = False
+        self.finish()
+
+    def open(self, passes=1):
+        """Expect every gradient, once from each backward pass."""
+        if not self.hooks:
+            raise RuntimeError("the buckets are closed: nobody sums these gradients")
+        self.drop()
+        self.refuse_changes()
+        for bucket in self.buckets:
+            bucket.open(passes)
+        self.works = []
+
+    def refuse_changes(self):
+        """Raise RuntimeError for a gradient that would be summed by nobody, or twice."""
+        names = {p.name for p in self.model.parameters() if p.requires_grad}
+        if new := sorted(names - self.known):
+            raise RuntimeError(f"{new[0]} was added or unfrozen after the buckets were made: its "
+                               "gradient would not be summed; make them anew, after all changes")
+        for p in self.params:
+            if self.bucket_of[p.name].holds(p):
+                raise RuntimeError(f"{p.name} still holds the sum of the last step, which would be "
+                                   "summed again: zero_grad() before the next backward, or run "
+                                   "all passes of a step inside `with model.summing(passes):`")
+
+    def drop(self):
+        """Let what a step that has failed left under way come to its end, and forget it."""
+        for work in self.works or ():
+            work.wait()
+        self.works = None
+
+    def watch(self, forward, *args):
+        """Learn when a backward starts, on every rank, even if it uses no parameter at all there.
+
+        The vjp of the model's result is the first to run."""
+        if not self.told:
+            self.drop()
+        y = forward(*args)
+
+        def start(g):
+            if self.works is None:
+                self.open()
+            self.finish_after_backward()
+            return (g,)
+
+        return Tensor(y.data, (y,), start)
+
+    def finish_after_backward(self):
+        """Close the step with this backward, unless it is one of several, or puts some work off."""
+        def settle():
+            if self.works is not None and not self.told and not deferred():
+                self.finish()
+
+        if not self.told:
+            after_backward(settle)
+
+    def ready(self, p):
+        """Put a finished gradient into its bucket, and send off the buckets that are complete.
+
+        Strictly in order: a bucket that is complete early waits for those before it, because
+        gradients may come in another order on another rank, and messages must pair up."""
+        if self.works is None:
+            raise RuntimeError(f"{p.name} got a gradient outside of a step: its backward did not "
+                               "come from a result of the model, or was put off "
+                               "beyond the next forward; run it inside model.summing(passes)")
+        self.bucket_of[p.name].deliver(p)
+        while len(self.works) < len(self.buckets) and not self.buckets[len(self.works)].waiting:
+            self.launch()
+        self.finish_after_backward()
+
+    def launch(self):
+        """Sum the next bucket on the background stream."""
+        bucket = self.buckets[len(self.works)]
+        if bucket.whole:
+            work = self.stream.submit(partial(all_reduce, out=bucket.flat), bucket.flat)
+        else:
+            work = self.stream.submit(reduce_scatter, bucket.rows)
+        self.works.append(work)
+
+    def finish(self):
+        """Send off what is left, wait for all of it, and hand out the sums."""
+        while len(self.works) < len(self.buckets):
+            self.buckets[len(self.works)].close()
+            self.launch()
+        for work, bucket in zip(self.works, self.buckets):
+            mine = work.wait()
+            bucket.hand_out(None if bucket.whole else mine[0])
+        self.works = None
+
+    def close(self):
+        """Sum no more, and give the stream back; the model stays as it is.  Collective"""
+        for hook in self.hooks:
+            hook.remove()
+        if self.hooks:
+            self.hooks = []
+            self.model.wrappers.remove(self.watch)
+            self.stream.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *error):
+        if kind is None:                                   # else the others may never come to close
+            self.close()

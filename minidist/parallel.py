@@ -4,9 +4,9 @@
     --tp 2            2 ranks share every layer                          minidist.tp
     --tp 2 --sp       and the tokens between the layers                  minidist.sp
 
-Strategies are functions on models, so composing them is applying one after another, always in
-the order in which `spread` names them. The product of all sizes is the number of ranks; replicas
-take the ranks that the other axes leave.
+Strategies are functions on models, so composing them is applying one after another, always in the
+order of STRATEGIES. The product of all sizes is the number of ranks; replicas take the ranks that
+the other axes leave.
 
 Run: python -m minidist.train -n 4 --dp 4 --verify
 """
@@ -14,18 +14,17 @@ import math
 
 from minidist import BadInput, flags, sp, tp
 from minidist.dp import DistributedDataParallel
-from minidist.mesh import DeviceMesh
+from minidist.mesh import AXES, DeviceMesh
 from minidist.ranks import comm, environment
 
-AXES = {"dp": "replicas of the model (default: all ranks that are left)",
-        "tp": "ranks that share every layer (default 1)"}
+OFFERED = "dp", "tp"                                    # the axes over which a model can be spread
 
 
 def add_flags(parser):
     """Add one flag for the size of each axis."""
     group = parser.add_argument_group("parallel")
-    for axis, what in AXES.items():
-        group.add_argument(f"--{axis}", type=flags.integer(1), metavar="N", help=what)
+    for axis in OFFERED:
+        group.add_argument(f"--{axis}", type=flags.integer(1), metavar="N", help=AXES[axis].help)
     group.add_argument("--sp", nargs="?", const="again", choices=["again", "keep"],
                        help="share the tokens between the layers too, over the ranks of --tp; "
                             "keep: remember a layer's whole input, rather than gather it again")
@@ -35,7 +34,7 @@ def add_flags(parser):
 def make_mesh(args, world=None):
     """Lay the running ranks out as the flags say; BadInput if they do not fit.  Collective."""
     world = world or (comm.world() if environment.launched() else comm.solo())
-    sizes = {axis: getattr(args, axis) or 1 for axis in AXES}
+    sizes = {axis: getattr(args, axis) or 1 for axis in OFFERED}
     if args.dp is None:
         sizes["dp"] = max(1, world.size // math.prod(sizes.values()))
     if args.sp and sizes["tp"] == 1:
@@ -47,15 +46,29 @@ def make_mesh(args, world=None):
     return DeviceMesh(world, **sizes)
 
 
-def spread(model, mesh, sequence=None):
-    """Apply to a plain model every strategy whose axis is longer than 1.  Collective.
+def spread(model, mesh, sequence=None, **options):
+    """Apply to a plain model every strategy that the mesh and the options ask for.  Collective.
 
     sequence: what --sp says; None: no sequence parallelism."""
-    if mesh.sizes["tp"] > 1 and sequence:
-        tp.parallelize(model, mesh["tp"], sp.enter, sp.leave)
-        sp.parallelize(model, mesh["tp"], keep_input=sequence == "keep")
-    elif mesh.sizes["tp"] > 1:
-        tp.parallelize(model, mesh["tp"])
-    if mesh.sizes["dp"] > 1:
-        model = DistributedDataParallel(model, mesh["dp"])
+    for strategy in STRATEGIES:
+        model = strategy(model, mesh, dict(options, sequence=sequence))
     return model
+
+
+def tensor(model, mesh, options):
+    """Share every layer over tp, and with --sp the tokens between the layers."""
+    comm, sequence = mesh["tp"], options["sequence"]
+    if comm.size == 1:
+        return model
+    if not sequence:
+        return tp.parallelize(model, comm)
+    tp.parallelize(model, comm, sp.enter, sp.leave)
+    return sp.parallelize(model, comm, keep_input=sequence == "keep")
+
+
+def replicas(model, mesh, options):
+    """Share the rows of a batch over dp."""
+    return DistributedDataParallel(model, mesh["dp"]) if mesh["dp"].size > 1 else model
+
+
+STRATEGIES = [tensor, replicas]            # in the order in which they are applied to a plain model

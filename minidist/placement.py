@@ -18,9 +18,6 @@ rank has seen some of the tokens (dp, cp) or some of the sequence (tp, under sp)
 A strategy completes an axis itself during backward or names it partial, never both. What
 needs to know where things lie asks here: cutting, gathering, finishing, norms, comparing.
 
-    cut, lay    the whole -> my piece        everything    all parameters of all ranks, by name
-    join        my piece -> the whole        audit         who holds what
-
 Price: one all_reduce per partial parameter, and one of 4 bytes per parameter to agree on
 which were used at all. See cost.dp.
 
@@ -168,14 +165,23 @@ def lay(p, x, sliced=False):
 # ------------------------------------------------------------------------ the gradient rule
 
 def mark_partial(p, comm):
-    """Name p's gradient partial over a group's axes, but for those along which p is cut.
+    """Name p's gradient partial over a group's axes, but for those along which p is cut."""
+    p.partial.update(open_axes(p, comm))
 
-    So the gradient of an expert, which is cut over ep, is partial over edp alone."""
+
+def open_axes(p, comm):
+    """Name the axes of a group along which p is not cut: for an expert, cut over ep, edp of dp."""
     axes, own = set(axes_of(comm)), set(spelled(p.placements))
     mesh = getattr(comm, "mesh", None)
     if mesh is not None and own & set(mesh.factors(axes)) - axes:
         axes = set(mesh.factors(axes))
-    p.partial.update(axes - own)
+    return axes - own
+
+
+def alike_in(comm, p):
+    """Find the ranks of a group that hold the same piece of p: all, but for an expert over dp."""
+    axes = open_axes(p, comm)
+    return comm if axes == set(axes_of(comm)) else comm.mesh[axes]
 
 
 def finalize(params, mesh, count):

@@ -40,7 +40,7 @@ PLANTED = {
     ("ring", "all_gather"): ("range(comm.size - 1)", "range(comm.size - 2)"),
     ("ring", "all_reduce"): ("all_gather(pieces, comm)", "pass"),
     ("dp", "share_rows"): ("[comm.rank]", "[0]"),
-    ("dp", "start_equal"): ("broadcast(p.data, comm)", "p.data"),
+    ("dp", "start_equal"): ("broadcast(p.data, alike_in(comm, p))", "p.data"),
     ("dp", "assign"): ("total >= limits", "total > limits"),
     ("dp", "finalize"): ("p.grad /= count", "p.grad /= 2 * count"),
     ("tp", "copy_to"): ("collectives.all_reduce(g, comm)", "g"),

@@ -16,15 +16,15 @@ from tests.mpi import execute, need_mpi
 
 RUN = ["--preset", "lesson", "--steps", "3", "--batch", "4", "--sample", "0", "--no-figure"]
 BROKEN = """
-from minidist import dp, train
+from minidist import buckets, train
 from minidist.ranks import launch
-dp.all_reduce = lambda x, comm, out: x
+buckets.all_reduce = lambda x, comm, out: x
 launch.run(train.main)
 """
 
 
 def wanted(batch=12, **axes):
-    sizes = {axis: axes.get(axis) for axis in parallel.AXES}
+    sizes = {axis: axes.get(axis) for axis in parallel.OFFERED}
     return SimpleNamespace(batch=batch, sp=None, **sizes)
 
 
