@@ -1,16 +1,23 @@
 """DeviceMesh: who is where, and who is in which group."""
+import gc
 import itertools
+import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 
-from minidist import BadInput, mesh
+from minidist import BadInput, dp, mesh
 from minidist.collectives import all_reduce, broadcast
+from minidist.engine.data import random_batch
+from minidist.engine.optim import SGD
 from minidist.mesh import DeviceMesh
 from minidist.ranks.comm import run_threads, solo
+from minidist.step import train_step
 from tests import mpi
+from tests.models import tiny
 
 SHAPES = [dict(dp=2, tp=2), dict(pp=2, dp=2, tp=2), dict(dp=3, tp=2), dict(dp=2, pp=1, cp=2, tp=3),
           dict(dp=2, pp=2, cp=2, tp=2)]
@@ -124,6 +131,77 @@ def test_an_unknown_axis_or_order_is_refused():
         DeviceMesh(solo())["xp"]
     with pytest.raises(BadInput, match="each of the axes"):
         mesh.ordered({"dp": 1, "pp": 1, "cp": 1, "tp": 1}, ("dp", "tp"))
+
+
+# ------------------------------------------------------------------ experts, and axes as data
+
+def test_dp_is_edp_times_ep():
+    grid = mesh.factored(full(dp=4, tp=2), 2)
+    assert list(grid) == ["pp", "edp", "ep", "cp", "tp"]
+    assert mesh.groups(grid, "ep")[:2] == [[0, 2], [1, 3]]
+    assert mesh.groups(grid, "edp")[:2] == [[0, 4], [1, 5]]
+    assert mesh.groups(grid, "edp", "ep") == mesh.groups(full(dp=4, tp=2), "dp")
+
+
+@pytest.mark.parametrize("sizes", [dict(dp=4, ep=2), dict(dp=2, ep=2), dict(dp=2, tp=2, ep=1),
+                                   dict(pp=2, dp=2, ep=2), dict()], ids=str)
+def test_every_group_says_its_axes(sizes):
+    def fn(world):
+        m = DeviceMesh(world, **sizes)
+        found = {axis: (m[axis].size, m[axis].rank, m[axis].axes, m[axis].name)
+                 for axis in ("pp", "dp", "cp", "tp", "edp", "ep")}
+        for axis, (size, at, axes, name) in found.items():
+            spelled = ("dp",) if axis == "edp" and sizes.get("ep", 1) == 1 else (axis,)
+            assert size == {**m.sizes, **m.grid}[axis] and at == m.coords[axis]
+            assert axes == spelled and name == spelled[0]
+            assert m[axes] is m[axis] and m[axis].mesh is m
+        assert m.coords["dp"] == m.coords["edp"] * m.grid["ep"] + m.coords["ep"]
+        joint = m["dp", "tp"]
+        assert joint.size == m.sizes["dp"] * m.sizes["tp"] and m[joint.axes] is joint
+        return m.factors(["tp", "dp"]) == m.factors([("edp", "ep"), "tp"]) == ("edp", "ep", "tp")
+
+    count = int(np.prod([size for axis, size in sizes.items() if axis != "ep"]))
+    assert run_threads(count, fn) == [True] * count
+
+
+def test_experts_that_do_not_divide_dp_are_refused():
+    with pytest.raises(BadInput, match="4 ranks that share the experts .* 6 of dp; use ep = 1, 2,"):
+        mesh.factored(full(dp=6), 4)
+    with pytest.raises(BadInput, match="axis ep has size 0"):
+        DeviceMesh(solo(), ep=0)
+
+
+def give_and_take(world, count, wrapped):
+    """Make and close meshes and wrapped models; say how many threads and files were added."""
+    def state():
+        gc.collect()
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    def one(i):
+        with DeviceMesh(world, dp=world.size) as grid:
+            if i < wrapped:
+                with dp.DistributedDataParallel(tiny(layers=1), grid["dp"]) as model:
+                    train_step(model, random_batch(13, 8, 4, 0, i), SGD(model.parameters(), 0.1))
+
+    one(0)
+    before = state()
+    for i in range(count):
+        one(i)
+    world.barrier()
+    return [after - first for after, first in zip(state(), before)]
+
+
+@mpi.mpi(2, timeout=120)
+def test_300_meshes_and_100_wrapped_models_leave_nothing(comm):
+    """MPICH would run out of communicators after 250 meshes."""
+    assert give_and_take(comm, 300, 100) == [0, 0]
+
+
+def test_meshes_over_threads_leave_nothing():
+    def fn(world):
+        give_and_take(world, 20, 20)
+        return len(world._children)
+    assert run_threads(2, fn) == [0, 0]
 
 
 PICTURE = """\

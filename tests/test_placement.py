@@ -8,7 +8,7 @@ import pytest
 from minidist import placement
 from minidist.engine.nn import Parameter
 from minidist.mesh import DeviceMesh
-from minidist.placement import Flat, Held, Shard, cut, finalize, grad_norm, join, same
+from minidist.placement import Flat, Held, Shard, cut, finalize, grad_norm, join, lay, same
 from minidist.ranks.comm import run_threads
 
 PARTS = {1: [[2, 0, 1, 3, 4]], 2: [[1, 3, 4], [0, 2]], 3: [[4], [], [0, 1, 2, 3]],
@@ -240,3 +240,103 @@ def test_placements_say_what_they_are():
         assert not same(Held((0,), comm), Held((0, 1), comm))
         return repr(flat)
     assert run_threads(2, fn) == ["Flat(shape=(5,))"] * 2
+
+
+# --------------------------------------------------------- laid out again, and what is refused
+
+@pytest.mark.parametrize("sizes", [dict(), dict(dp=2), dict(tp=3), dict(dp=2, tp=2),
+                                   dict(dp=4, ep=2)], ids=str)
+def test_lay_is_the_inverse_of_join(sizes):
+    x = np.arange(20.0).reshape(5, 4)
+
+    def fn(world):
+        mesh, p = DeviceMesh(world, **sizes), parameter(x)
+        cut(p, "tp", Shard(0, parts(mesh.sizes["tp"]), mesh["tp"]))
+        cut(p, "pp", Held((0,), mesh["pp"]))
+        p.sliced["dp"] = Flat(p.shape, mesh["dp"])
+        for sliced in (False, True):
+            assert np.array_equal(join(p, lay(p, x, sliced), sliced), x)
+        assert np.array_equal(lay(p, x), p.data)
+        cut(p, ("edp", "ep"), Flat(p.shape, mesh["edp", "ep"]))
+        p.sliced.clear()
+        return np.array_equal(lay(p, x), p.data) and np.array_equal(join(p, p.data), x)
+
+    count = math.prod(size for axis, size in sizes.items() if axis != "ep")
+    assert run_threads(count, fn) == [True] * count
+
+
+def test_pieces_join_without_their_padding_too():
+    def fn(comm):
+        flat = Flat((5,), comm)
+        return flat.join(np.arange(5.0)[flat.mine]).tolist()
+    assert run_threads(4, fn) == [[0, 1, 2, 3, 4]] * 4
+
+
+@pytest.mark.parametrize("sizes", [dict(dp=4, ep=2), dict(dp=2, ep=2), dict(dp=2, ep=1),
+                                   dict(dp=4, ep=2, tp=2)], ids=str)
+def test_the_gradient_of_an_expert_is_summed_over_edp_alone(sizes):
+    """Two experts; each rank's part is 10 to the power of its number."""
+    def fn(world):
+        mesh, p, w = DeviceMesh(world, **sizes), parameter(np.zeros((2, 1)), "e"), parameter([0.0])
+        cut(p, "ep", Shard(0, np.array_split(np.arange(2), mesh["ep"].size), mesh["ep"]))
+        for one in (p, w):
+            placement.mark_partial(one, mesh["dp"])
+            one.grad = np.full(one.shape, 10.0 ** mesh.coords["dp"])
+        finalize([p, w], mesh, 1)
+        mine = [10.0 ** (mesh.coords["ep"] + mesh["ep"].size * i) for i in range(mesh["edp"].size)]
+        assert np.all(p.grad == sum(mine)) and p.partial <= {"edp", "dp"}
+        assert w.grad == sum(10.0 ** i for i in range(mesh.sizes["dp"]))
+        whole = join(p, p.grad)
+        assert grad_norm([p], mesh) == pytest.approx(np.linalg.norm(whole), rel=1e-14)
+        return True
+    assert all(run_threads(math.prod(s for axis, s in sizes.items() if axis != "ep"), fn))
+
+
+def test_a_missing_gradient_is_zeros_of_the_piece():
+    """Held by two stages, cut flat over dp for the optimizer, no gradient on stage 1."""
+    x = np.arange(5.0)
+
+    def fn(world):
+        mesh = DeviceMesh(world, pp=2, dp=2)
+        p = parameter(x, grad=None if mesh.coords["pp"] else x + mesh.coords["dp"])
+        p.placements["pp"] = Held((0, 1), mesh["pp"])
+        p.sliced["dp"] = Flat(p.shape, mesh["dp"])
+        p.partial.update(("dp", "pp"))
+        finalize([p], mesh, 1)
+        return join(p, p.grad, sliced=True).tolist()
+    assert run_threads(4, fn) == [(2 * x + 1).tolist()] * 4
+
+
+def test_a_missing_gradient_of_what_a_strategy_has_cut_already():
+    def fn(world):
+        mesh = DeviceMesh(world, dp=2, cp=2)
+        p = parameter(np.zeros(5), grad=None if mesh.coords["cp"] else np.ones(3))
+        p.sliced["dp"] = Flat(p.shape, mesh["dp"])
+        p.partial.add("cp")
+        finalize([p], mesh, 1)
+        return p.grad.tolist()
+    assert run_threads(4, fn) == [[1.0] * 3] * 4
+
+
+@pytest.mark.parametrize("axes, words", [
+    (("world",), "partial over world, which is no axis of DeviceMesh.pp=1, dp=2"),
+    (("dp", "xp"), "partial over xp"), (("tp",), "cannot be partial over tp.*dim 0")])
+def test_sums_that_cannot_be_are_refused_before_any_message(axes, words):
+    def fn(world):
+        mesh, p = DeviceMesh(world, dp=2, tp=2), parameter(np.ones(5))
+        cut(p, "tp", Shard(0, parts(2), mesh["tp"]))
+        p.grad = p.data.copy()
+        with world.counting() as sent, pytest.raises(ValueError, match=words):
+            finalize([partial(p, *axes)], mesh, 1)
+        return sent.messages
+    assert run_threads(4, fn) == [0] * 4
+
+
+def test_two_cuts_over_one_axis_are_refused():
+    def fn(world):
+        mesh, p = DeviceMesh(world, dp=2, cp=2), parameter(np.ones(5))
+        cut(p, ("dp", "cp"), Flat(p.shape, mesh["dp", "cp"]))
+        with pytest.raises(ValueError, match="w is cut over cp already, it cannot be over cp too"):
+            cut(p, "cp", Flat(p.shape, mesh["cp"]))
+        return p.size
+    assert run_threads(4, fn) == [2] * 4
