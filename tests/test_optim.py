@@ -182,3 +182,46 @@ def test_clip_grad_norm():
     assert clip_grad_norm(params, 10.0) == 5.0 and params[0].grad[0] == 3.0
     assert clip_grad_norm(params, None) == 5.0 and params[1].grad[0] == 4.0
     assert clip_scale(0.0, 1.0) == 1.0
+
+
+# ------------------------------------------------------------------------------ the seams
+
+def test_arrays_that_are_not_alike_are_refused():
+    """A zip would stop at the shortest, and leave the rest of the parameter as it was."""
+    for shape in [(4, 3), (5,), (5, 2)]:
+        p = Parameter(np.ones((5, 3)), "p")
+        p.grad = np.ones(shape)
+        with pytest.raises(ValueError, match=r"shapes \[5, 3\], .* meet in one update"):
+            SGD([p], 0.1).step()
+
+
+@pytest.mark.parametrize("make", [lambda ps: SGD(ps, 0.1, momentum=0.9, weight_decay=0.01),
+                                  lambda ps: AdamW(ps, 0.1)], ids=["sgd", "adamw"])
+def test_a_target_is_written_in_the_place_of_the_parameter(make):
+    """Halves of a flat array, by two optimizers with targets, make what one makes of the whole."""
+    whole, halves = parameters(shapes=[(4, 3)])[0], parameters(shapes=[(4, 3)])[0]
+    one, two = make([whole]), [make([halves]) for _ in range(2)]
+    for i, optimizer in enumerate(two):
+        optimizer.target = lambda p, at=slice(6 * i, 6 * i + 6): (p.data.reshape(-1)[at],
+                                                                  p.grad.reshape(-1)[at])
+    for step in range(3):
+        gradients([whole], step)
+        gradients([halves], step)
+        for optimizer in (one, *two):
+            optimizer.step(0.5)
+    assert np.array_equal(whole.data, halves.data)
+    for i, optimizer in enumerate(two):
+        for mine, full in zip(optimizer.state["p0"], one.state["p0"]):
+            assert np.array_equal(mine, full.reshape(-1)[6 * i:6 * i + 6])
+
+
+def test_hooks_run_when_all_targets_are_written():
+    params, seen = parameters(), []
+    gradients(params, 0)
+    before = [p.data.copy() for p in params]
+    optimizer = SGD(params, 0.1)
+    for name in "ab":
+        optimizer.after_step.append(lambda name=name: seen.append(
+            (name, sum(np.array_equal(p.data, old) for p, old in zip(params, before)))))
+    optimizer.step()
+    assert seen == [("a", 0), ("b", 0)]

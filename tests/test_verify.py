@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from minidist import buckets, dp, step, verify
+from minidist import buckets, dp, step, tp, verify
 from minidist.engine.data import random_batch
 from minidist.engine.optim import SGD, AdamW
 from minidist.mesh import DeviceMesh
@@ -210,3 +210,80 @@ def test_the_usual_eps_of_adamw_steps_from_noise():
                             DeviceMesh(world, dp=2), [batch()] * 3)
     usual, ours = (run_threads(2, run, eps)[0] for eps in (1e-12, verify.ADAMW_EPS))
     assert ours.worst < 1e-12 and usual.worst > 100 * ours.worst
+
+
+# ------------------------------------------------------------------- from the same state
+
+def long_run(seed, make=lambda ps: AdamW(ps, 0.01), steps=60, **over):
+    """Train for many steps, with the eps that everybody has."""
+    def fn(world):
+        batches = [random_batch(TINY["vocab"], TINY["context"], 4, seed, t) for t in range(steps)]
+        return verify.train(lambda: tiny(seed=seed, **over), make, ddp, DeviceMesh(world, dp=2),
+                            batches)
+    return run_threads(2, fn)[0]
+
+
+@pytest.mark.parametrize("seed", [0, 8])
+def test_many_steps_of_any_optimizer_hold_the_bound(seed):
+    """Rounding that training amplifies is no difference: each step starts from the ranks' state."""
+    verdict = long_run(seed)
+    assert verdict.equal and verdict.steps == 60, verdict.line()
+
+
+def test_without_the_same_state_they_would_not(monkeypatch):
+    """The old way, for the record: the twin goes on from its own numbers."""
+    monkeypatch.setattr(verify.Twin, "take_over", lambda self, numbers, t: None)
+    monkeypatch.setattr(verify.Twin, "beyond_rounding", lambda self, found, *rest: found)
+    assert not long_run(0).equal
+
+
+@pytest.mark.parametrize("width, seed", [(2, 0), (2, 1), (2, 8), (4, 17)])
+def test_gradients_that_cancel_are_no_difference(width, seed):
+    """At width 2 a norm's output is plus or minus 1: the gradients of what is before it cancel."""
+    for make in (lambda ps: SGD(ps, 0.5), lambda ps: AdamW(ps, 0.01)):
+        verdict = long_run(seed, make, steps=12, width=width, heads=1, kv_heads=1)
+        assert verdict.equal, verdict.line()
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("start", [0, 1, 7])
+def test_a_gradient_one_part_in_a_billion_too_large_on_one_rank(optimizer, start):
+    def slightly(model, mesh):
+        model = plain(model, mesh)
+        calls = []
+
+        def around(forward, batch):
+            calls.append(1)
+            y = forward(batch)
+            late = mesh.world.rank == 1 and len(calls) > start
+            return y * (1 + 1e-9) if late else y
+
+        model.wrap(around)
+        return model
+
+    verdict = layout(slightly, optimizer, {"dp": 2}, steps=start + 2, max_norm=None)
+    assert not verdict.equal and start < verdict.steps <= start + 2, verdict.line()
+
+
+def test_a_nearly_right_gradient_where_gradients_cancel():
+    """The scale knows cancellation, and yet one part in a billion of one tensor is found."""
+    finalize, found = step.finalize, []
+
+    def wrong(params, mesh, count):
+        finalize(params, mesh, count)
+        if mesh.world.size > 1:
+            for p in params:
+                if p.name == "blocks.0.mlp.fc2.weight":
+                    p.grad *= 1 + 1e-9
+                    found.append(np.abs(p.grad).max())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "finalize", wrong)
+        verdict = long_run(0, lambda ps: SGD(ps, 0.5), steps=2, width=2, heads=1, kv_heads=1)
+    assert found and not verdict.equal and "blocks.0.mlp.fc2.weight" in verdict.where
+
+
+def test_a_layout_of_all_axes_that_stand():
+    def strategy(model, mesh):
+        return ddp(tp.parallelize(model, mesh["tp"]), mesh)
+    assert verify.layout(strategy, dp=2, tp=2).equal
