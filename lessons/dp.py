@@ -65,7 +65,7 @@ def main(lesson):
         The last layer's gradient comes first, and nobody needs it before the step. So gradients
         fill buckets, and a full bucket is summed in the background. Strictly in order: gradients
         may come in another order on another rank, and messages must pair up.""")
-    lesson.source(dp.DistributedDataParallel.ready, "self.bucket_of")
+    lesson.source(buckets.Reducer.ready, "self.bucket_of")
     overlap(lesson, mesh)
 
     lesson.part("Is it the same training?")
@@ -133,7 +133,7 @@ def mean_of_means(model, batch, optimizer, mesh=None, num_microbatches=1, max_no
     return step.Step(mean, int(count), placement.grad_norm(params, mesh))
 
 
-@kit.breaks(dp.DistributedDataParallel, "launch")
+@kit.breaks(buckets.Reducer, "launch")
 def no_all_reduce(self):
     """The buckets are never summed: every rank trains alone, on its own rows.
 
