@@ -71,12 +71,13 @@ def masked(text):
     return re.sub(r" +", " ", MACHINE.sub("_", text))
 
 
-def draw(steps=150):
+def draw(steps=300):
     """Draw the README's picture: the same training in one process, on 2 ranks and on 4."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    train = f"python -m minidist.train --preset lesson --dtype float64 --steps {steps} --sample 0"
+    train = (f"python -m minidist.train --preset lesson --dtype float64 --lr 0.004 "
+             f"--steps {steps} --sample 0")
     runs = [("one process", train, dict(lw=6, color="0.8")),
             ("2 ranks: --dp 2", f"mpirun -n 2 {train} --dp 2", dict(lw=2, color="C0")),
             ("4 ranks: --dp 2 --tp 2 --sp", f"mpirun -n 4 {train} --dp 2 --tp 2 --sp",
