@@ -1,6 +1,7 @@
 """Distributed training from scratch in NumPy and MPI.
 
-    engine/        one process       tape graph tensor functional attention nn optim gpt data
+    engine/        one process       dtypes graph tape tensor functional attention nn optim
+                                     data gpt
     ranks/         how ranks talk,   comm wire counting buffers agree stream link threads processes
                    start and fail    report watch safety environment launch
     collectives/   arrays over       ring tree halving double_tree hierarchical alltoall

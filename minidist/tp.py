@@ -99,11 +99,15 @@ def vocab_parallel_cross_entropy(logits, targets, comm, sizes=None):
     sizes: how many words each rank holds; all as many as I when not given."""
     counted = targets != IGNORE
     sizes = sizes or [logits.shape[-1]] * comm.size
+    if logits.shape[-1] != sizes[comm.rank]:
+        raise ValueError(f"logits of {logits.shape[-1]} words on rank {comm.rank}, which holds "
+                         f"{sizes[comm.rank]} of the {sum(sizes)}: give each rank its piece")
     mine, inside = localize(np.where(counted, targets, 0), sizes, comm.rank)
     here = counted & inside                                    # tokens whose target I hold
 
     top = all_reduce(logits.data.max(-1, initial=-np.inf), comm, op="max")
-    z = logits.data - top[..., None]
+    z = logits.data - np.where(counted, top, 0)[..., None]
+    z[~counted] = 0                                            # whatever their logits are
     hit = np.zeros_like(top)
     hit[here] = z[here, mine[here]]
     hit = all_reduce(hit, comm)

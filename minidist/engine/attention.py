@@ -20,7 +20,8 @@ Paper:  Vaswani et al. 2017; Ainslie et al. 2023 (grouped queries)
 """
 import numpy as np
 
-from .tensor import Tensor, widened
+from .dtypes import widened
+from .tensor import Tensor
 
 TILE = 64                                # queries at a time
 SCORES = 1 << 17                         # scores at a time: they fit in the L2 cache

@@ -19,8 +19,9 @@ from contextlib import contextmanager
 import numpy as np
 
 from .attention import scaled_dot_product_attention
+from .dtypes import widened
 from .tape import loss_scale, replaying
-from .tensor import Tensor, widened
+from .tensor import Tensor
 
 __all__ = ["IGNORE", "add_auxiliary_loss", "auxiliary_losses", "cross_entropy", "dropout",
            "dropout_mask", "embedding", "gelu", "layer_norm", "linear",
@@ -69,17 +70,17 @@ def embedding(w, ids, inside=None):
     the id.  Other ids outside of 0..V-1 raise IndexError.
     """
     shape = w.shape
-    if inside is not None:
-        ids = np.where(inside, ids, 0)
+    ids = np.array(ids) if inside is None else np.where(inside, ids, 0)   # a copy: backward's own
     if ids.size and not (0 <= ids.min() and ids.max() < shape[0]):
         raise IndexError(f"ids {ids.min()}..{ids.max()} into an embedding of {shape[0]} rows")
     y = w.data[ids]
     if inside is not None:
-        y *= inside[..., None]
+        outside = ~np.asarray(inside, bool)
+        y[outside] = 0
 
     def vjp(g):
         if inside is not None:
-            g = g * inside[..., None]
+            g = np.where(outside[..., None], g.dtype.type(0), g)
         return (lambda: _sum_by_id(g.reshape(-1, shape[1]), ids.reshape(-1), shape),)
     return Tensor(y, (w,), vjp)
 
@@ -177,7 +178,8 @@ def cross_entropy(logits, targets, ignore_index=IGNORE):
     if np.any((t < 0) & counts) or np.any(t >= shape[-1]):
         raise IndexError(f"targets {t[counts].min()}..{t.max()} for {shape[-1]} classes")
     p = widened(_rows(logits.data))
-    p = p - p.max(-1, keepdims=True)
+    p = p - np.where(counts[:, None], p.max(-1, keepdims=True), 0)
+    p[~counts] = 0                                          # whatever their logits are: inf, NaN
     at = np.flatnonzero(counts), t[counts]
     hit = p[at]
     np.exp(p, out=p)

@@ -42,10 +42,24 @@ class Part:
 
     def add_into(self, whole):
         index = self.index if isinstance(self.index, tuple) else (self.index,)
-        if any(isinstance(i, (list, np.ndarray)) for i in index):
-            np.add.at(whole, self.index, self.array)        # += would lose repeated positions
-        else:
+        if all(map(basic, index)):
             whole[self.index] += self.array
+        else:
+            np.add.at(whole, self.index, self.array)        # += would lose repeated positions
+
+
+def basic(i):
+    """Is this part of an index a plain one, which meets each position at most once?"""
+    return (isinstance(i, (int, np.integer, slice, type(None), type(Ellipsis)))
+            and not isinstance(i, bool))
+
+
+def fixed(i):
+    """Copy what may change of a part of an index: arrays, lists, Tensors of positions or flags."""
+    if basic(i) or isinstance(i, bool):
+        return i
+    array = np.array(getattr(i, "data", i) if hasattr(i, "requires_grad") else i)
+    return array if array.size or isinstance(i, np.ndarray) else array.astype(int)
 
 
 def operation(vjp):

@@ -16,7 +16,8 @@ import types
 
 import numpy as np
 
-from .graph import Node, Part, graph_bytes, mark_changed
+from .dtypes import common, summed
+from .graph import Node, Part, fixed, graph_bytes, mark_changed
 from .tape import (Sum, after_backward, deliver, is_grad_enabled, loss_scale, no_grad, propagate,
                    replay, replaying, run_deferred)
 
@@ -74,6 +75,14 @@ class Tensor:
         """Share the data, forget how it was made."""
         return Tensor(self.data)
 
+    def __array__(self, dtype=None, copy=None):
+        if self.requires_grad:
+            raise TypeError("NumPy would lose the gradient of this Tensor: use its .data")
+        return np.array(self.data, dtype, copy=copy)
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
     def __setitem__(self, index, value):
         """Write in place, unseen by the tape: on constants, or inside no_grad()."""
         if self.requires_grad and is_grad_enabled():
@@ -114,24 +123,13 @@ class Tensor:
 # ------------------------------------------------------------------------ arithmetic
 
 def _operands(a, b):
-    """Make Tensors of one dtype: constants adapt, so that float32 never widens by accident."""
-    if not isinstance(a, Tensor):
-        a = Tensor(np.asarray(a, b.dtype))
-    elif not isinstance(b, Tensor):
-        b = Tensor(np.asarray(b, a.dtype))
-    if a.dtype != b.dtype:
-        raise TypeError(f"{a.dtype} meets {b.dtype}: convert one of the Tensors explicitly")
-    return a, b
-
-
-def widened(a):
-    """float16 as float32, in which it is summed: 16 bits end at 65504, and hold 2049 as 2048."""
-    return a.astype(np.float32) if a.dtype == np.float16 else a
-
-
-def _sum(a, dim=None, keepdims=False):
-    y = widened(a).sum(dim, keepdims=keepdims)
-    return y.astype(a.dtype) if a.dtype == np.float16 else y
+    """Make Tensors of one dtype (see dtypes.py)."""
+    tensors = isinstance(a, Tensor), isinstance(b, Tensor)
+    if all(tensors) and a.dtype == b.dtype and a.dtype.kind == "f":
+        return a, b
+    arrays = [x.data if known else np.asarray(x) for x, known in zip((a, b), tensors)]
+    return [x if known and array is x.data else Tensor(array)
+            for x, known, array in zip((a, b), tensors, common(*arrays, *tensors))]
 
 
 def _fit(g, shape):
@@ -140,7 +138,7 @@ def _fit(g, shape):
         return g
     extra = g.ndim - len(shape)
     stretched = [extra + i for i, n in enumerate(shape) if n == 1]
-    return _sum(g, (*range(extra), *stretched)).reshape(shape)
+    return summed(g, (*range(extra), *stretched)).reshape(shape)
 
 
 def _kept(x, wanted=True):
@@ -230,7 +228,7 @@ def tanh(x):
 
 def relu(x):
     y = np.maximum(x.data, 0)
-    return Tensor(y, (x,), lambda g: (g * (y > 0),))
+    return Tensor(y, (x,), lambda g: (np.where(y > 0, g, g.dtype.type(0)),))
 
 
 # ------------------------------------------------------------------------ reductions
@@ -245,7 +243,7 @@ def _spread(g, shape, dim, keepdim):
 def sum(x, dim=None, keepdim=False):
     """Sum over all axes, one, or several.  dim: None, an integer, or a tuple"""
     shape = x.shape
-    return Tensor(_sum(x.data, dim, keepdim), (x,),
+    return Tensor(summed(x.data, dim, keepdim), (x,),
                   lambda g: (_spread(g, shape, dim, keepdim),))
 
 
@@ -262,7 +260,7 @@ def max(x, dim=None, keepdim=False):
     hit = x.data == y
     count = hit.sum(dim, keepdims=True, dtype=x.dtype)
     return Tensor(y if keepdim else y.squeeze(dim), (x,),
-                  lambda g: (_spread(g, hit.shape, dim, keepdim) / count * hit,))
+                  lambda g: (np.where(hit, _spread(g, hit.shape, dim, keepdim) / count, 0),))
 
 
 # ------------------------------------------------------------------------ dtypes and shapes
@@ -291,6 +289,7 @@ def transpose(x, *axes):
 def getitem(x, index):
     """x[index], with NumPy's slices, integer arrays and masks."""
     shape = x.shape
+    index = tuple(map(fixed, index)) if isinstance(index, tuple) else fixed(index)
     return Tensor(x.data[index], (x,), lambda g: (Part(shape, index, g),))
 
 
@@ -315,5 +314,7 @@ Tensor.__sub__,     Tensor.__rsub__     = sub,    lambda b, a: sub(a, b)
 Tensor.__truediv__, Tensor.__rtruediv__ = div,    lambda b, a: div(a, b)
 Tensor.__matmul__,  Tensor.__rmatmul__  = matmul, lambda b, a: matmul(a, b)
 Tensor.__pow__, Tensor.__neg__, Tensor.__getitem__ = power, neg, getitem
+for name in ("__len__", "__bool__", "__float__", "__int__", "__contains__"):   # as the array's own
+    setattr(Tensor, name, lambda self, *args, name=name: getattr(self.data, name)(*args))
 for operation in (exp, log, sqrt, tanh, relu, sum, mean, max, cast, reshape, transpose):
     setattr(Tensor, operation.__name__, operation)
