@@ -171,37 +171,40 @@ def test_experts_that_do_not_divide_dp_are_refused():
         DeviceMesh(solo(), ep=0)
 
 
-def give_and_take(world, count, wrapped):
-    """Make and close meshes and wrapped models; say how many threads and files were added."""
+def give_and_take(world, meshes, models):
+    """Make and close meshes, then wrapped models on one.  -> threads, files, groups that stay"""
     def state():
         gc.collect()
-        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+        return np.array([threading.active_count(), len(os.listdir("/proc/self/fd")),
+                         len(world._everyone())])
 
-    def one(i):
-        with DeviceMesh(world, dp=world.size) as grid:
-            if i < wrapped:
-                with dp.DistributedDataParallel(tiny(layers=1), grid["dp"]) as model:
-                    train_step(model, random_batch(13, 8, 4, 0, i), SGD(model.parameters(), 0.1))
+    def wrap_and_step(grid, i):
+        with dp.DistributedDataParallel(tiny(layers=1), grid["dp"]) as model:
+            train_step(model, random_batch(13, 8, 4, 0, i), SGD(model.parameters(), 0.1))
 
-    one(0)
     before = state()
-    for i in range(count):
-        one(i)
-    world.barrier()
-    return [after - first for after, first in zip(state(), before)]
+    for _ in range(meshes):
+        DeviceMesh(world, dp=world.size).close()
+    after_meshes = state() - before
+    with DeviceMesh(world, dp=world.size) as grid:
+        world.barrier()
+        before = state()
+        for i in range(models):
+            wrap_and_step(grid, i)
+        world.barrier()
+        after_models = state() - before
+    return [after_meshes.tolist(), after_models.tolist()]
 
 
 @mpi.mpi(2, timeout=120)
 def test_300_meshes_and_100_wrapped_models_leave_nothing(comm):
     """MPICH would run out of communicators after 250 meshes."""
-    assert give_and_take(comm, 300, 100) == [0, 0]
+    assert give_and_take(comm, 300, 100) == [[0, 0, 0]] * 2
 
 
-def test_meshes_over_threads_leave_nothing():
-    def fn(world):
-        give_and_take(world, 20, 20)
-        return len(world._children)
-    assert run_threads(2, fn) == [0, 0]
+def test_meshes_over_threads_leave_no_groups():
+    for meshes, models in run_threads(2, give_and_take, 20, 20):
+        assert meshes[2] == models[2] == 0
 
 
 PICTURE = """\
