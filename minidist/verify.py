@@ -16,8 +16,8 @@ A reference that is zero up to rounding (the gradient of key biases: softmax doe
 has no scale of its own; its scale is the largest gradient of the model. The bound is 1e-11 in
 float64: sums in another order differ by about 1e-16 per addition; a real mistake, such as one
 missing sum, is 1e-3 or larger. Where terms cancel, rounding alone can pass the bound. So before the
-twin says DIVERGED it repeats its step from parameters moved by one unit in the last place: what
-moves by so much when nothing is wrong is no difference.
+twin says DIVERGED it repeats its step row by row, from parameters moved by one unit in the last
+place: what moves by so much when nothing is wrong is no difference.
 
 Compare with SGD as well as AdamW: AdamW's step does not change when all gradients are, say,
 twice too large. And give AdamW eps=1e-5: with the usual 1e-8 it divides the rounding noise of
@@ -108,9 +108,9 @@ class Twin:
             self.start = self.numbers()
         return self.verdict
 
-    def take_step(self, batch, max_norm):
+    def take_step(self, batch, max_norm, pieces=1):
         """Take the twin's step.  -> {what: number or array}"""
-        step = train_step(self.model, batch, self.optimizer, max_norm=max_norm)
+        step = train_step(self.model, batch, self.optimizer, None, pieces, max_norm)
         return held(self.model.parameters(), self.optimizer) | reported(step)
 
     def numbers(self):
@@ -131,13 +131,14 @@ class Twin:
     def beyond_rounding(self, found, ours, reference, batch, max_norm):
         """Measure differences anew, against what rounding alone can move.
 
-        The step is repeated from parameters moved by at most one unit in the last place."""
+        The step is repeated from parameters moved by at most one unit in the last place, and with
+        its sums in another order: one row after the other."""
         moved, rng = dict.fromkeys(reference, 0.0), np.random.default_rng(0)
         for _ in range(TRIALS):
             self.take_over(*self.start)
             for p in self.model.parameters():
                 p.data += np.spacing(p.data) * rng.integers(-1, 2, p.shape)
-            for what, x in self.take_step(batch, max_norm).items():
+            for what, x in self.take_step(batch, max_norm, len(batch.rows)).items():
                 if what in moved:
                     moved[what] = max(moved[what], size(x - reference[what]))
         return {what: min(gap, self.verdict.bound * size(ours[what] - reference[what])
