@@ -106,6 +106,12 @@ def test_containers_are_walked():
         SGD(Module().parameters(), lr=1.0)
 
 
+def test_a_module_that_holds_its_owner():
+    pair = Pair()
+    pair.one.owner = [pair]
+    assert len(pair.modules()) == 3 and len(pair.parameters()) == 3
+
+
 def test_shape_and_dtype_survive_freed_data():
     p = Parameter(np.ones((4, 2), np.float32), "p")
     p.data = None

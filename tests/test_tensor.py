@@ -186,6 +186,14 @@ def test_one_array_returned_for_two_parents():
     assert (x.grad == 3).all() and (y.grad == 2).all()
 
 
+def test_one_array_on_its_way_to_many():
+    """An addition hands on what it got itself: a sum must not be taken in that array."""
+    x, y, z = leaf([1.0, 2]), leaf([3.0, 4]), leaf([5.0, 6])
+    a, b, c = x * 1, y * 1, z * 1
+    ((a + b) + (a + c)).backward(np.ones(2))
+    assert (x.grad == 2).all() and (y.grad == 1).all() and (z.grad == 1).all()
+
+
 def test_leaf_gradients_are_contiguous():
     """A transposed gradient would be garbage to a communicator that sends memory as it lies."""
     x, y = leaf(np.ones((2, 3))), leaf(np.ones((2, 3)))

@@ -105,12 +105,12 @@ class Attention(Module):
     """Let every token gather from those before it, once per head.  [B, T, D] -> [B, T, D]
 
     The rows of qkv are grouped by key/value head: [its query heads, its key, its value], so that
-    a contiguous piece of rows is a set of whole heads.  Four fields may be replaced from outside,
-    and are fields because that changes neither the parameters nor what surrounds them:
-        heads   who holds a piece of qkv says which heads those are, for the dropout masks
-        groups  and how many key/value heads
-        split   whose rows are less than whole heads puts heads together otherwise
-        core    whose tokens see keys that are elsewhere fetches them: signature of attend
+    a contiguous piece of rows is a set of whole heads.  Four fields may be replaced from outside;
+    they are fields because neither the parameters nor the callers change with them:
+        heads   global ids of my query heads, by which the dropout masks are indexed
+        groups  number of my key/value heads
+        split   another way to take qkv apart, for rows that are not whole key/value heads
+        core    another attention, as for keys that are held elsewhere; called like attend
     """
 
     def __init__(self, name, config, seed, dtype):
@@ -193,8 +193,8 @@ class Block(Module):
 class Head(Module):
     """Score the next token and sum the losses.  [B, T, D] -> []; without targets, [B, T, V]
 
-    loss(logits, targets) may be replaced from outside, as a field: who holds a piece of `out` has
-    a piece of the logits, and takes the same loss from them.
+    `loss` may be replaced from outside, for logits of only a piece of the vocabulary; it is a field
+    because neither the parameters nor the callers change with it.
     """
 
     def __init__(self, config, seed, dtype, tied=None):

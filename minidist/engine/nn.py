@@ -5,8 +5,8 @@
 
 Two rules make every layout of the same model the same training. An initial value is a function of
 (seed, parameter name), so that whoever needs a piece of a parameter can make the whole and cut it.
-A dropout mask is a function of (seed, name, step, global position), so that nobody's share of the
-work, nor how often it is repeated, changes what is dropped.
+A dropout mask is a function of (seed, name, step, global position), so that neither the cut of the
+work nor its repetition changes what is dropped.
 
 Lesson: python -m lessons.step
 """
