@@ -30,7 +30,9 @@ import functools
 import numpy as np
 
 from minidist import BadInput, flash, ulysses
-from minidist.engine.tensor import Tensor
+from minidist.engine.tensor import Tensor, widened
+from minidist.mesh import adopt
+from minidist.placement import mark_partial
 
 
 # ------------------------------------------------------------------------ who holds which tokens
@@ -105,21 +107,22 @@ def ring_attention(q, k, v, comm, sights):
     """Attend from my tokens to those of all ranks.  [B, H, T/p, e], [B, K, T/p, e] twice
 
     -> [B, H, T/p, e].  Collective: every rank calls, and calls backward."""
-    shape, kv_shape = q.shape, k.shape
-    K, scale = kv_shape[1], q.dtype.type(shape[-1] ** -0.5)
-    qs = flash.fold(q.data * scale, K)
-    kv = np.stack([flash.fold(k.data, K), flash.fold(v.data, K)])
+    shape, kv_shape, dtype, scale = q.shape, k.shape, q.dtype, q.shape[-1] ** -0.5
+    K = kv_shape[1]
+    qs = flash.fold(widened(q.data) * scale, K)
+    kv = widened(np.stack([flash.fold(k.data, K), flash.fold(v.data, K)]))
     with comm.operation("ring_attention"):
         out, lse = forward(qs, kv, comm, sights)
 
     def vjp(g):
-        q1, g1 = flash.prepare(qs, flash.fold(g, K), out, lse)
+        q1, g1 = flash.prepare(qs, flash.fold(widened(g), K), out, lse)
         with comm.operation("ring_attention"):
             gq, (gk, gv) = backward(q1, g1, kv, comm, sights)
         gq *= scale
-        return flash.unfold(gq, shape), gk.reshape(kv_shape), gv.reshape(kv_shape)
+        return [x.astype(dtype, copy=False) for x in (
+            flash.unfold(gq, shape), gk.reshape(kv_shape), gv.reshape(kv_shape))]
 
-    return Tensor(flash.unfold(out, shape), (q, k, v), vjp)
+    return Tensor(flash.unfold(out, shape).astype(dtype, copy=False), (q, k, v), vjp)
 
 
 # ------------------------------------------------------------------------ in a GPT
@@ -133,11 +136,12 @@ def parallelize(model, comm, method="zigzag"):
     if method not in METHODS:
         raise BadInput(f"there is no method {method!r}; use one of {', '.join(METHODS)}")
     refuse_uneven_tokens(model.config.context, comm.size, method)
+    adopt(model, comm)
     for block in model.blocks:
-        block.attn.core = core(block.attn, comm, method)
+        block.attn.core = make_core(block.attn, comm, method)
     model.localizers.append(functools.partial(take_tokens, comm=comm, method=method))
     for p in model.parameters():
-        p.partial.add(comm.name)
+        mark_partial(p, comm)
     return model
 
 
@@ -150,7 +154,7 @@ def refuse_uneven_tokens(T, p, method):
                        f"use a context of {T - T % runs or runs} or {T - T % runs + runs}")
 
 
-def core(attn, comm, method):
+def make_core(attn, comm, method):
     """Make what stands in for the core of one attention."""
     whole = attn.core
     if method == "ulysses":
@@ -158,14 +162,17 @@ def core(attn, comm, method):
         part = functools.partial(ulysses.attend, comm=comm, inner=whole)
     else:
         part = functools.partial(attend, comm=comm, method=method)
-    return lambda q, k, v, batch, attn: (
-        whole if batch.targets is None else part)(q, k, v, batch, attn)
+
+    def core(q, k, v, batch, attn):
+        return (whole if batch.targets is None else part)(q, k, v, batch, attn)
+
+    return core
 
 
 def attend(q, k, v, batch, attn, comm, method):
     """Attend from the batch's tokens, which are mine, to everybody's."""
-    share = q.shape[1] // k.shape[1]
-    dropout = flash.dropped(batch, attn, share, q.dtype)
+    H, K = q.shape[1], k.shape[1]
+    dropout = flash.dropped(batch, attn.drop, attn.heads, K, q.dtype)
     places = METHODS[method](comm.size * len(batch.positions), comm.size)
-    sights = [flash.Sight(batch.positions, keys, True, share, dropout) for keys in places]
+    sights = [flash.Sight(batch.positions, keys, True, H // K, dropout) for keys in places]
     return ring_attention(q, k, v, comm, sights)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minidist.engine.tensor import Tensor
+from minidist.engine.tensor import Tensor, widened
 
 QUERIES, KEYS = 256, 512                 # a tile: its scores fit in the L2 cache
 SCORES = 1 << 17                         # smaller tiles are taken several heads at a time
@@ -42,8 +42,9 @@ LOG2E = math.log2(math.e)                # NumPy's exp2 takes half the time of i
 def block(q, k, v, hidden=None, mask=None):
     """Attend to one tile of keys alone.  [n, t, e], [n, s, e], [n, s, e] -> [n, t, e], [n, t]
 
-    k is times log2(e): powers of 2 are taken.  hidden: what to add to those of the last
-    keys, -inf or 0; mask: what to multiply the weights with (dropout).  A query that sees no key: 0 and -inf."""
+    k is times log2(e): powers of 2 are taken.  hidden: what to add to the scores of the last keys,
+    -inf or 0; mask: what to multiply the weights with (dropout).  A query that sees no key gets
+    0 and -inf."""
     s = k @ q.swapaxes(-1, -2)                              # [n, s, t]: reduces over rows
     if hidden is not None:
         s[:, -len(hidden):] += hidden
@@ -171,7 +172,7 @@ class Sight(NamedTuple):
         return np.where(np.repeat(i, self.share) < j[:, None], dtype.type(-np.inf), dtype.type(0))
 
     def mask(self, some, i, j):
-        """Collect the dropout masks of some matrices, with rows as they are folded.  -> [n, s, t]"""
+        """Collect the dropout masks of some matrices, rows as they are folded.  -> [n, s, t]"""
         if self.dropout is None:
             return None
         each = [self.dropout(n, i, j).transpose(2, 1, 0) for n in range(some.start, some.stop)]
@@ -204,19 +205,21 @@ def attention(q, k, v, causal=True, positions=None, key_positions=None, dropout=
     sight = Sight(np.arange(T) if positions is None else np.asarray(positions),
                   np.arange(S) if key_positions is None else np.asarray(key_positions),
                   causal, H // K, dropout)
-    shape, scale = q.shape, q.dtype.type(e ** -0.5)
-    qs = fold(q.data * scale, K)
-    ks, vs = fold(k.data, K), fold(v.data, K)
+    shape, dtype, scale = q.shape, q.dtype, e ** -0.5
+    qs = fold(widened(q.data) * scale, K)
+    ks, vs = (fold(widened(x.data), K) for x in (k, v))
     out, lse = nothing(qs)
     attend(qs, ks, vs, sight, out, lse)
 
     def vjp(g):
         gq, gk, gv = np.zeros_like(qs), np.zeros_like(ks), np.zeros_like(vs)
-        attend_backward(*prepare(qs, fold(g, K), out, lse), ks, vs, sight, gq, gk, gv)
+        q1, g1 = prepare(qs, fold(widened(g), K), out, lse)
+        attend_backward(q1, g1, ks, vs, sight, gq, gk, gv)
         gq *= scale
-        return unfold(gq, shape), gk.reshape(B, K, S, e), gv.reshape(B, K, S, e)
+        return [x.astype(dtype, copy=False) for x in (
+            unfold(gq, shape), gk.reshape(B, K, S, e), gv.reshape(B, K, S, e))]
 
-    return Tensor(unfold(out, shape), (q, k, v), vjp)
+    return Tensor(unfold(out, shape).astype(dtype, copy=False), (q, k, v), vjp)
 
 
 # ------------------------------------------------------------------------ in a GPT
@@ -228,20 +231,24 @@ def use(model):
     return model
 
 
-def core(q, k, v, batch, attn):
+def core(q, k, v, batch, attn, heads=None, key_positions=None):
     """Stand in for gpt.attend."""
-    return attention(q, k, v, positions=batch.positions, key_positions=batch.positions,
-                     dropout=dropped(batch, attn, q.shape[1] // k.shape[1], q.dtype))
+    keys = batch.positions if key_positions is None else key_positions
+    heads = attn.heads if heads is None else heads
+    return attention(q, k, v, positions=batch.positions, key_positions=keys,
+                     dropout=dropped(batch, attn.drop, heads, k.shape[1], q.dtype))
 
 
-def dropped(batch, attn, share, dtype):
-    """Say what dropout does to a piece of the weights: a function as Sight wants it, or None."""
-    if not attn.drop.rate or batch.step is None:
+def dropped(batch, drop, heads, K, dtype):
+    """Say what dropout does to a piece of the weights: a function as Sight wants it, or None.
+
+    heads: global ids of the query heads, which share K key heads."""
+    if not drop.rate or batch.step is None:
         return None
-    heads = np.reshape(attn.heads, (-1, share))             # of each key head
+    groups = np.split(heads, K)
 
     def mask(n, i, j):
-        row, group = divmod(n, len(heads))
-        return attn.drop.mask(batch.step, dtype, batch.rows[[row]], heads[group], i, j)[0]
+        row, group = divmod(n, K)
+        return drop.mask(batch.step, dtype, batch.rows[[row]], groups[group], i, j)[0]
 
     return mask

@@ -23,7 +23,6 @@ Paper:  Jacobs et al. 2023, "DeepSpeed Ulysses: system optimizations for enablin
         extreme long sequence transformer models"
 """
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -61,8 +60,8 @@ def attend(q, k, v, batch, attn, comm, inner):
         k, v = (repeat(x, comm.size // k.shape[HEADS]) for x in (k, v))
     q, k, v = (to_heads(x, comm) for x in (q, k, v))
     whole = replace(batch, positions=np.arange(q.shape[TOKENS]))
-    mine = SimpleNamespace(heads=np.split(attn.heads, comm.size)[comm.rank], drop=attn.drop)
-    return to_tokens(inner(q, k, v, whole, mine), comm)
+    mine = np.split(attn.heads, comm.size)[comm.rank]
+    return to_tokens(inner(q, k, v, whole, attn, heads=mine), comm)
 
 
 def refuse_uneven_heads(attn, p):

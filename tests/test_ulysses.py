@@ -64,9 +64,9 @@ def test_messages_and_bytes(p, K):
 
 
 @pytest.mark.parametrize("heads, K, p, message", [
-    (12, 12, 8, "12 heads with 12 key/value heads do not split over 8 ranks; "
-                "use --cp 1, 2, 3, 4, 6, 12"),
-    (12, 2, 3, "12 heads with 2 key/value heads do not split over 3 ranks; use --cp 1, 2, 4, 6, 12")])
+    (12, 12, 8, "12 heads with 12 key/value heads do not split over 8 .* --cp 1, 2, 3, 4, 6, 12"),
+    (12, 2, 3, "12 heads with 2 key/value heads do not split over 3 ranks; use --cp 1, 2, 4, 6, 12")
+])
 def test_heads_that_do_not_divide_are_refused_on_every_rank(heads, K, p, message):
     def fn(comm):
         with comm.counting() as counted, pytest.raises(BadInput, match=message):
