@@ -10,7 +10,7 @@
     bench/         measurements      engine collectives train tp fit
 
     where the two worlds meet        mesh mappings placement buckets
-    one technique each               dp tp sp
+    one technique each               dp tp sp flash cp ulysses
     the whole                        step parallel verify ledger trace progress flags
     commands                         train doctor
 

@@ -110,7 +110,7 @@ def ring_attention(q, k, v, comm, sights):
     shape, kv_shape, dtype, scale = q.shape, k.shape, q.dtype, q.shape[-1] ** -0.5
     K = kv_shape[1]
     qs = flash.fold(widened(q.data) * scale, K)
-    kv = widened(np.stack([flash.fold(k.data, K), flash.fold(v.data, K)]))
+    kv = widened(np.array([flash.fold(k.data, K), flash.fold(v.data, K)]))
     with comm.operation("ring_attention"):
         out, lse = forward(qs, kv, comm, sights)
 
@@ -174,5 +174,5 @@ def attend(q, k, v, batch, attn, comm, method):
     H, K = q.shape[1], k.shape[1]
     dropout = flash.dropped(batch, attn.drop, attn.heads, K, q.dtype)
     places = METHODS[method](comm.size * len(batch.positions), comm.size)
-    sights = [flash.Sight(batch.positions, keys, True, H // K, dropout) for keys in places]
+    sights = [flash.Sight(batch.positions, keys, True, K, H // K, dropout) for keys in places]
     return ring_attention(q, k, v, comm, sights)

@@ -148,11 +148,13 @@ def tiles(queries, keys, causal=True, height=QUERIES, width=KEYS):
 class Sight(NamedTuple):
     """Who sees whom: positions of queries [T] and keys [S], and what is dropped.
 
-    share: query heads per key head.  dropout(n, i, j): what the weights of matrix n are multiplied
-    with, for queries at positions i and keys at positions j, [share, len(i), len(j)]; or None."""
+    K key heads, each for `share` query heads.  dropout(some, i, j): what the weights of matrices
+    some, a slice of the B K, are multiplied with, for queries at positions i and keys at positions
+    j, [n, share, t, s]; or None.  A slice takes some heads of one row, or whole rows."""
     queries: np.ndarray
     keys: np.ndarray
     causal: bool = True
+    K: int = 1
     share: int = 1
     dropout: object = None
 
@@ -163,9 +165,15 @@ class Sight(NamedTuple):
             i, j = self.queries[mine], self.keys[seen]
             hidden = self.hidden(i, j[j > i[0]], dtype) if self.causal and j[-1] > i[0] else None
             rows = slice(mine.start * self.share, mine.stop * self.share)
-            few = max(1, SCORES // (len(i) * self.share * len(j)))
+            few = self.at_once(SCORES // (len(i) * self.share * len(j)))
             for some in (slice(a, min(a + few, n)) for a in range(0, n, few)):
                 yield (some, rows), (some, seen), hidden, self.mask(some, i, j)
+
+    def at_once(self, most):
+        """Say how many matrices to take: whole rows of K, or a part of one that divides K."""
+        if most >= self.K:
+            return most // self.K * self.K
+        return next(few for few in range(max(1, most), 0, -1) if self.K % few == 0)
 
     def hidden(self, i, j, dtype):
         """Hide later keys; j: those that are later for some query.  -> [s, t]"""
@@ -175,8 +183,8 @@ class Sight(NamedTuple):
         """Collect the dropout masks of some matrices, rows as they are folded.  -> [n, s, t]"""
         if self.dropout is None:
             return None
-        each = [self.dropout(n, i, j).transpose(2, 1, 0) for n in range(some.start, some.stop)]
-        return np.stack(each).reshape(len(each), len(j), -1)
+        mask = self.dropout(some, i, j).transpose(0, 3, 2, 1)
+        return mask.reshape(len(mask), len(j), -1)
 
 
 # ------------------------------------------------------------------------ on the tape
@@ -198,13 +206,13 @@ def attention(q, k, v, causal=True, positions=None, key_positions=None, dropout=
 
     positions, key_positions: global positions of queries and keys (None: 0, 1, ...), in any order;
     runs of successive ones are fast.  A causal query that sees no key gives 0.
-    dropout(n, i, j): see Sight."""
+    dropout(some, i, j): see Sight."""
     (B, H, T, e), (K, S) = q.shape, k.shape[1:3]
     if H % K:
         raise ValueError(f"{H} query heads do not share {K} key/value heads evenly")
     sight = Sight(np.arange(T) if positions is None else np.asarray(positions),
                   np.arange(S) if key_positions is None else np.asarray(key_positions),
-                  causal, H // K, dropout)
+                  causal, K, H // K, dropout)
     shape, dtype, scale = q.shape, q.dtype, e ** -0.5
     qs = fold(widened(q.data) * scale, K)
     ks, vs = (fold(widened(x.data), K) for x in (k, v))
@@ -245,10 +253,12 @@ def dropped(batch, drop, heads, K, dtype):
     heads: global ids of the query heads, which share K key heads."""
     if not drop.rate or batch.step is None:
         return None
-    groups = np.split(heads, K)
+    groups = np.reshape(heads, (K, -1))
 
-    def mask(n, i, j):
-        row, group = divmod(n, K)
-        return drop.mask(batch.step, dtype, batch.rows[[row]], groups[group], i, j)[0]
+    def mask(some, i, j):
+        rows = batch.rows[some.start // K:(some.stop - 1) // K + 1]
+        mine = groups[some.start % K:some.start % K + some.stop - some.start]
+        return drop.mask(batch.step, dtype, rows, mine.reshape(-1), i, j).reshape(
+            -1, groups.shape[1], len(i), len(j))
 
     return mask

@@ -3,6 +3,8 @@
     --dp 4            4 replicas, each on its rows of the batch          minidist.dp
     --tp 2            2 ranks share every layer                          minidist.tp
     --tp 2 --sp       and the tokens between the layers                  minidist.sp
+    --cp 2            2 ranks share the tokens of every row              minidist.cp
+    --attention tiled attention without a T x T matrix                   minidist.flash
 
 Strategies are functions on models, so composing them is applying one after another, always in the
 order of STRATEGIES. The product of all sizes is the number of ranks; replicas take the ranks that
@@ -12,12 +14,12 @@ Run: python -m minidist.train -n 4 --dp 4 --verify
 """
 import math
 
-from minidist import BadInput, flags, sp, tp
+from minidist import BadInput, cp, flags, flash, sp, tp
 from minidist.dp import DistributedDataParallel
 from minidist.mesh import AXES, DeviceMesh
 from minidist.ranks import comm, environment
 
-OFFERED = "dp", "tp"                                    # the axes over which a model can be spread
+OFFERED = "dp", "cp", "tp"                                    # the axes over which a model can be spread
 
 
 def add_flags(parser):
@@ -28,6 +30,12 @@ def add_flags(parser):
     group.add_argument("--sp", nargs="?", const="again", choices=["again", "keep"],
                        help="share the tokens between the layers too, over the ranks of --tp; "
                             "keep: remember a layer's whole input, rather than gather it again")
+    group.add_argument("--cp-method", choices=list(cp.METHODS), default="zigzag",
+                       help="keys go around a ring, tokens in order or in zigzag, or heads are "
+                            "exchanged for tokens (default zigzag)")
+    group.add_argument("--attention", choices=["full", "tiled"], default="full",
+                       help="tiled: never hold a T x T matrix, compute scores again in backward; "
+                            "rings are always tiled (default full)")
     return group
 
 
@@ -49,10 +57,16 @@ def make_mesh(args, world=None):
 def spread(model, mesh, sequence=None, **options):
     """Apply to a plain model every strategy that the mesh and the options ask for.  Collective.
 
-    sequence: what --sp says; None: no sequence parallelism."""
+    sequence: what --sp says; None: no sequence parallelism.  attention, method: what --attention
+    and --cp-method say."""
     for strategy in STRATEGIES:
         model = strategy(model, mesh, dict(options, sequence=sequence))
     return model
+
+
+def tiles(model, mesh, options):
+    """Compute attention in tiles."""
+    return flash.use(model) if options.get("attention") == "tiled" else model
 
 
 def tensor(model, mesh, options):
@@ -66,9 +80,16 @@ def tensor(model, mesh, options):
     return sp.parallelize(model, comm, keep_input=sequence == "keep")
 
 
+def context(model, mesh, options):
+    """Share the tokens of every row over cp."""
+    if mesh["cp"].size == 1:
+        return model
+    return cp.parallelize(model, mesh["cp"], options.get("method", "zigzag"))
+
+
 def replicas(model, mesh, options):
     """Share the rows of a batch over dp."""
     return DistributedDataParallel(model, mesh["dp"]) if mesh["dp"].size > 1 else model
 
 
-STRATEGIES = [tensor, replicas]            # in the order in which they are applied to a plain model
+STRATEGIES = [tiles, tensor, context, replicas]     # in the order in which they are applied to a plain model

@@ -126,7 +126,7 @@ def build(o):
     def optimizer(params):
         return make_optimizer(params, o, config)
 
-    model = parallel.spread(plain(), mesh, o.sp)
+    model = parallel.spread(plain(), mesh, o.sp, attention=o.attention, method=o.cp_method)
     twin = verify.Twin(plain, optimizer, mesh) if o.verify else None
     return Run(corpus, config, mesh, model, optimizer(model.parameters()), twin)
 

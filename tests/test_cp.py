@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from minidist import BadInput, cp, dp, flash, sp, tp, verify
+from minidist import BadInput, cost, cp, dp, flash, sp, tp, verify
 from minidist.engine import functional as F
 from minidist.engine.data import IGNORE, Batch, random_batch
 from minidist.engine.tensor import Tensor, no_grad
@@ -46,7 +46,7 @@ def test_training_equals_one_process(method, p):
                                     dict(kv_heads=1)])
 @every_method
 def test_grouped_heads(method, config):
-    check_layout(over_cp(method), cp=4, microbatches=2, **{**SIZES, **config})
+    check_layout(over_cp(method), 2, cp=4, microbatches=2, rows=3, layers=2, **{**SIZES, **config})
 
 
 @pytest.mark.parametrize("layout", [dict(cp=2, dp=2), dict(cp=2, tp=2), dict(cp=2, tp=2, dp=2)])
@@ -54,12 +54,13 @@ def test_grouped_heads(method, config):
 @every_method
 def test_with_other_axes(method, sequence, layout):
     if not sequence or "tp" in layout:
-        check_layout(over_cp(method, sequence), sync=True, **layout, **{**SIZES, "kv_heads": 4})
+        check_layout(over_cp(method, sequence), 2, sync=True, rows=3, layers=1, **layout,
+                     **{**SIZES, "kv_heads": 4})
 
 
 @every_method
 def test_eight_ranks(method):
-    check_layout(over_cp(method), cp=8, **{**SIZES, "heads": 8, "kv_heads": 2, "context": 16})
+    check_layout(over_cp(method), 1, cp=8, rows=2, layers=1, **{**SIZES, "heads": 8, "kv_heads": 2, "context": 16})
 
 
 def test_tiles_inside_ulysses():
@@ -69,7 +70,7 @@ def test_tiles_inside_ulysses():
 @mpi(4)
 def test_training_under_mpi(comm):
     layouts = ("zigzag", dict(cp=4)), ("ring", dict(cp=2, tp=2)), ("ulysses", dict(cp=4))
-    batches = [random_batch(13, 24, 5, seed=7, step=t) for t in range(3)]
+    batches = [random_batch(13, 24, 5, seed=7, step=t) for t in range(2)]
     for method, sizes in layouts:
         verdict = verify.train(lambda: plain(dropout=0.2), OPTIMIZERS["SGD"], over_cp(method),
                                DeviceMesh(comm, **sizes), batches, max_norm=0.5)
@@ -110,16 +111,19 @@ def whole_and_ring(comm, method, causal, arrays, K):
     q, k, v, g = arrays
     places = cp.METHODS[method](q.shape[2], comm.size)
     mine = places[comm.rank]
-    sights = [flash.Sight(places[comm.rank], keys, causal, q.shape[1] // K) for keys in places]
+    sights = [flash.Sight(places[comm.rank], keys, causal, K, q.shape[1] // K) for keys in places]
     ref = [Tensor(x, requires_grad=True) for x in (q, k, v)]
     ref_y = F.scaled_dot_product_attention(*ref, causal=causal)
     ref_y.backward(g)
     ours = [Tensor(x[:, :, mine], requires_grad=True) for x in (q, k, v)]
     y = cp.ring_attention(*ours, comm, sights)
     y.backward(g[:, :, mine])
-    pairs = [(y.data, ref_y.data), *((a.grad, b.grad) for a, b in zip(ours, ref))]
-    assert all(np.isfinite(x).all() for x, _ in pairs)
-    return max(relative(x, r[:, :, mine]) for x, r in pairs)
+    # Where softmax is saturated gradients cancel: what is left is measured by the largest of them.
+    largest = max(np.abs(x.grad).max() for x in ref)
+    pairs = [(y.data, ref_y.data, np.abs(ref_y.data).max()),
+             *((a.grad, b.grad, largest) for a, b in zip(ours, ref))]
+    assert all(np.isfinite(x).all() for x, _, _ in pairs)
+    return max(np.abs(x - r[:, :, mine]).max() / scale for x, r, scale in pairs)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
@@ -188,6 +192,7 @@ def test_messages_and_bytes(method, p):
     """Per layer p-1 blocks of keys and values forward, 2(p-1) backward; K heads, not H."""
     B, K, e, T, L = 5, 4, 2, 24, 3
     batch = random_batch(13, T, B, seed=1, step=0)
+    config = tiny(**{**SIZES, "kv_heads": K}).config
 
     def fn(comm):
         model = cp.parallelize(tiny(**{**SIZES, "kv_heads": K}), comm, method)
@@ -198,7 +203,9 @@ def test_messages_and_bytes(method, p):
         return (forward.messages, forward.bytes), (backward.messages, backward.bytes)
 
     hops, nbytes = L * (p - 1), 2 * B * K * e * T // p * 8
-    assert run_threads(p, fn) == [((hops, hops * nbytes), (2 * hops, 2 * hops * nbytes))] * p
+    there, back = cost.cp(cost.Sizes.of(config, B=B, w=8), cost.Group(p))
+    assert there[1:] == (hops, hops * nbytes) and back[1:] == (2 * hops, 2 * hops * nbytes)
+    assert run_threads(p, fn) == [(there[1:], back[1:])] * p
 
 
 # ------------------------------------------------------------------ refused

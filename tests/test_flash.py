@@ -63,9 +63,8 @@ def test_dropout_by_position(sizes):
     rng = np.random.default_rng(0)
     mask = (rng.random((2, 4, 20, 20)) < 0.7) / 0.7
 
-    def dropout(n, i, j):
-        row, group = divmod(n, 2)
-        return mask[row, 2 * group:2 * group + 2][:, i][:, :, j]
+    def dropout(some, i, j):
+        return mask.reshape(4, 2, 20, 20)[some][:, :, i][..., j]
 
     equal(both(inputs([(2, 4, 20, 3), (2, 2, 20, 3), (2, 2, 20, 3)]), dropout, mask))
 
@@ -168,8 +167,10 @@ def test_bytes_held_are_proportional_to_T():
 # ------------------------------------------------------------------ in a GPT
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_gpt_with_tiles(dropout, monkeypatch):
-    monkeypatch.setattr(flash, "QUERIES", 4), monkeypatch.setattr(flash, "KEYS", 3)
+@pytest.mark.parametrize("scores", [1, 24, 36, 1 << 17])      # 1, 1, 2 heads at once; several rows
+def test_a_gpt_with_tiles(dropout, scores, monkeypatch):
+    for name, size in dict(QUERIES=4, KEYS=3, SCORES=scores).items():
+        monkeypatch.setattr(flash, name, size)
     batch, found = random_batch(13, 8, 3, seed=1, step=0), []
     for change in (lambda model: model, flash.use):
         model = change(verify.perturb(tiny(dropout=dropout)))

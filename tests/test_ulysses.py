@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from minidist import BadInput, cp, tp, ulysses
+from minidist import BadInput, cost, cp, tp, ulysses
 from minidist.engine.data import random_batch
 from minidist.engine.tensor import Tensor
 from minidist.mesh import DeviceMesh
@@ -57,10 +57,13 @@ def test_messages_and_bytes(p, K):
             loss = model(model.localize(batch))
         with comm.counting() as backward:
             loss.backward()
-        return [(c.by_label["all_to_all"].calls, c.bytes) for c in (forward, backward)]
+        return [(c.by_label["all_to_all"].calls, c.messages, c.bytes) for c in (forward, backward)]
 
     nbytes = L * (2 * H + 2 * max(K, p)) * e * B * (T // p) * (p - 1) // p * 8
-    assert run_threads(p, fn) == [[(4 * L, nbytes)] * 2] * p
+    sizes = cost.Sizes.of(tiny(**{**SIZES, "kv_heads": K}).config, B=B, w=8)
+    for price in cost.ulysses(sizes, cost.Group(p)):
+        assert price[1:] == (4 * L * (p - 1), nbytes)
+    assert run_threads(p, fn) == [[(4 * L, 4 * L * (p - 1), nbytes)] * 2] * p
 
 
 @pytest.mark.parametrize("heads, K, p, message", [

@@ -10,7 +10,7 @@ Lesson: mpirun -n 4 python -m lessons.tp
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from minidist.cost.messages import NOTHING, Group, always_ring, chunks
+from minidist.cost.messages import NOTHING, Group, Price, all_to_all, always_ring, chunks
 from minidist.cost.model import Share, block_activations, gpt_activations
 
 
@@ -134,6 +134,28 @@ def tp_activations(sizes, group, sequence=None):
     head = (share.stream * (D + 1) + share.inputs * D) * w + logits + 10 * sizes.N
     block = sum(kept.bytes for kept in block_activations(sizes, share))
     return embed + sizes.L * block + head
+
+
+# === Context parallelism: p ranks share the tokens of every row ===
+
+def cp(sizes, group):
+    """Price of one step's ring attention, in order or zigzag.  -> (forward, backward)
+
+    Per layer p-1 blocks of keys and values forward; backward as many, and as many of gradients."""
+    hops, block = group.p - 1, sizes.N // group.p * sizes.kv * sizes.w
+    there = sizes.L * Price(hops, hops, hops * block)
+    return there, 2 * there
+
+
+def ulysses(sizes, group):
+    """Price of one step's heads for tokens and back.  -> (forward, backward), which are equal
+
+    Per layer an all_to_all of queries, keys, values and results each; p > K: of p key heads."""
+    p, tokens = group.p, sizes.N // group.p * sizes.e
+    heads = [sizes.H, sizes.H, *[max(sizes.K, p)] * 2]
+    there = sum((all_to_all("pairwise", [tokens * h // p] * p, sizes.w, group.rank)
+                 for h in heads), NOTHING)
+    return sizes.L * there, sizes.L * there
 
 
 # === A whole step, on any layout ===
