@@ -60,7 +60,8 @@ def test_with_other_axes(method, sequence, layout):
 
 @every_method
 def test_eight_ranks(method):
-    check_layout(over_cp(method), 1, cp=8, rows=2, layers=1, **{**SIZES, "heads": 8, "kv_heads": 2, "context": 16})
+    check_layout(over_cp(method), 1, cp=8, rows=2, layers=1,
+                 **{**SIZES, "heads": 8, "kv_heads": 2, "context": 16})
 
 
 def test_tiles_inside_ulysses():
