@@ -64,12 +64,14 @@ def merge(out, lse, out_new, lse_new):
     """Take what other keys say into out and lse, in place.  [..., e], [...], twice
 
     A set that nobody sees has lse = -inf, and changes nothing."""
-    both = np.logaddexp(lse, lse_new)
-    share = np.exp(lse_new - np.maximum(both, np.finfo(both.dtype).min))    # not -inf - -inf
+    # The share of the new keys depends on the difference alone: exact to the digit where both
+    # lse are some 10,000.  Lowest: not -inf - -inf.
+    ahead = lse_new - np.maximum(lse, np.finfo(lse.dtype).min)
+    share = np.exp(-np.logaddexp(0, -ahead))                # 1 / (1 + exp(-ahead))
+    lse[...] = np.logaddexp(lse, lse_new)
     out_new = out_new - out
     out_new *= share[..., None]
     out += out_new
-    lse[...] = both
 
 
 def attend(q, k, v, sight, out, lse):

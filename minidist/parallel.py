@@ -19,7 +19,7 @@ from minidist.dp import DistributedDataParallel
 from minidist.mesh import AXES, DeviceMesh
 from minidist.ranks import comm, environment
 
-OFFERED = "dp", "cp", "tp"                                    # the axes over which a model can be spread
+OFFERED = "dp", "cp", "tp"              # the axes over which a model can be spread
 
 
 def add_flags(parser):
@@ -92,4 +92,5 @@ def replicas(model, mesh, options):
     return DistributedDataParallel(model, mesh["dp"]) if mesh["dp"].size > 1 else model
 
 
-STRATEGIES = [tiles, tensor, context, replicas]     # in the order in which they are applied to a plain model
+# In the order in which they are applied to a plain model.
+STRATEGIES = [tiles, tensor, context, replicas]
