@@ -30,7 +30,8 @@ import functools
 import numpy as np
 
 from minidist import BadInput, flash, ulysses
-from minidist.engine.tensor import Tensor, widened
+from minidist.engine.dtypes import widened
+from minidist.engine.tensor import Tensor
 from minidist.mesh import adopt
 from minidist.placement import mark_partial
 

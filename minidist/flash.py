@@ -30,7 +30,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minidist.engine.tensor import Tensor, widened
+from minidist.engine.dtypes import widened
+from minidist.engine.tensor import Tensor
 
 QUERIES, KEYS = 256, 512                 # a tile: its scores fit in the L2 cache
 SCORES = 1 << 17                         # smaller tiles are taken several heads at a time
