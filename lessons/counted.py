@@ -12,6 +12,7 @@ import numpy as np
 class Counted(np.ndarray):
     """An array that counts what NumPy does with it; so do its results."""
     products = others = 0
+    __array_priority__ = 1.0                          # joined with plain ones, it counts on
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
         plain = [np.asarray(x) if isinstance(x, Counted) else x for x in inputs]
@@ -33,12 +34,15 @@ class Counted(np.ndarray):
 @contextmanager
 def counting():
     """Let arrays that are made meanwhile count, too."""
-    Counted.products, Counted.others, empty = 0, 0, np.empty
-    np.empty = lambda *args, **options: empty(*args, **options).view(Counted)
+    Counted.products, Counted.others = 0, 0
+    plain = {name: getattr(np, name) for name in ("empty", "ascontiguousarray")}
+    for name, make in plain.items():
+        setattr(np, name, lambda *args, make=make, **more: make(*args, **more).view(Counted))
     try:
         yield Counted
     finally:
-        np.empty = empty
+        for name, make in plain.items():
+            setattr(np, name, make)
 
 
 def count(function, arrays):

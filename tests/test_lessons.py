@@ -46,6 +46,7 @@ PLANTED = {
     ("tp", "copy_to"): ("collectives.all_reduce(g, comm)", "g"),
     ("tp", "reduce_from"): ("lambda g: (g,)", "lambda g: (collectives.all_reduce(g, comm),)"),
     ("tp", "vocab_parallel_cross_entropy"): ("mine[here]] -= 1", "mine[here]] -= 2"),
+    ("flash", "merge"): ("np.logaddexp(lse, lse_new)", "np.maximum(lse, lse_new)"),
     ("sp", "all_gather"): ("collectives.reduce_scatter(g, comm, dim, sizes)",
                            "collectives.split(g, dim, sizes)[comm.rank]"),
     ("sp", "reduce_scatter"): ("collectives.all_gather(g, ", "collectives.all_gather(2 * g, "),
