@@ -84,7 +84,8 @@ def prove(lesson):
                   ("O, whatever the batch", "2 P", 2 * P, held.optimizer),
                   (f"A of {ROWS} rows", "cost.gpt_activations", activations(ROWS),
                    held.activations),
-                  (f"A of {ROWS // 2} rows", "half", held.activations // 2, small.activations),
+                  (f"A of {ROWS // 2} rows", "half, and 8 T / 2", activations(ROWS // 2),
+                   small.activations),
                   *shared(lesson, held))
     against_allocator(lesson)
 
@@ -216,7 +217,8 @@ def shared(lesson, once):
     return [("P + G + O, all ranks together", "p times one process",
              p * sum(once[:3]), model_states),
             ("different ones among the ranks", "1 P, 1 G, 1 O", 3, sum(distinct)),
-            ("A, all ranks together", "one process", once.activations, A)]
+            ("A, all ranks together", "one process + 8 (p-1) T",
+             once.activations + 8 * (p - 1) * preset("lesson", VOCAB).context, A)]
 
 
 # ---- the setting

@@ -124,7 +124,7 @@ def gpt_activations(sizes, targets=None):
     targets: how many tokens have one; None: all."""
     N, D, w = sizes.N, sizes.D, sizes.w
     targets = N if targets is None else targets
-    embed = N * D * w if sizes.dropout else 0                # the mask; ids are the batch's own
+    embed = 8 * (N + sizes.T) + (N * D * w if sizes.dropout else 0)      # ids, positions; mask
     head = (2 * N * D + N + N * sizes.V) * w + 2 * 8 * targets    # norm, its output, softmax, index
     return embed + sizes.L * sum(kept.bytes for kept in block_activations(sizes)) + head
 

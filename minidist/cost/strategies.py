@@ -127,9 +127,11 @@ def tp_block_activations(sizes, p, sequence=None, rank=0):
 def tp_activations(sizes, group, sequence=None):
     """Bytes that one of p > 1 ranks keeps between forward and backward.
 
-    Besides the blocks: which words are mine (8 bytes, and 1), for the embedding and the loss."""
+    Besides the blocks: ids and positions; which words are mine, for the embedding (1 byte per
+    token) and for the loss (8, and 1 twice)."""
     share, D, w = tp_share(sizes, group, sequence), sizes.D, sizes.w
-    embed = 9 * sizes.N + (share.stream * D * w if sizes.dropout else 0)
+    positions = sizes.T // group.p if sequence else sizes.T
+    embed = 9 * sizes.N + 8 * positions + (share.stream * D * w if sizes.dropout else 0)
     logits = sizes.N * chunks(sizes.V, group.p)[group.rank] * w
     head = (share.stream * (D + 1) + share.inputs * D) * w + logits + 10 * sizes.N
     block = sum(kept.bytes for kept in block_activations(sizes, share))

@@ -73,13 +73,12 @@ def embedding(w, ids, inside=None):
     ids = np.array(ids) if inside is None else np.where(inside, ids, 0)   # a copy: backward's own
     if ids.size and not (0 <= ids.min() and ids.max() < shape[0]):
         raise IndexError(f"ids {ids.min()}..{ids.max()} into an embedding of {shape[0]} rows")
-    y = w.data[ids]
-    if inside is not None:
-        outside = ~np.asarray(inside, bool)
+    y, outside = w.data[ids], None if inside is None else ~np.asarray(inside, bool)
+    if outside is not None:
         y[outside] = 0
 
     def vjp(g):
-        if inside is not None:
+        if outside is not None:                             # inside itself need not be kept
             g = np.where(outside[..., None], g.dtype.type(0), g)
         return (lambda: _sum_by_id(g.reshape(-1, shape[1]), ids.reshape(-1), shape),)
     return Tensor(y, (w,), vjp)
