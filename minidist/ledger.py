@@ -15,7 +15,7 @@ from typing import NamedTuple
 from minidist.engine.tensor import Node, graph_bytes
 
 
-class Held(NamedTuple):
+class Bytes(NamedTuple):
     """Bytes that one rank holds."""
     parameters: int
     gradients: int
@@ -27,10 +27,10 @@ def held(model, optimizer=None, *roots, batch=None):
     """Count what is held now.  roots: the Tensors (or nodes) whose graph waits for backward"""
     params = model.parameters()
     state = optimizer.state.values() if optimizer else ()
-    return Held(sum(p.data.nbytes for p in params),
-                sum(p.grad.nbytes for p in params if p.grad is not None),
-                sum(array.nbytes for arrays in state for array in arrays),
-                graph_bytes(*map(rooted, roots), exclude=known(model, batch)))
+    return Bytes(sum(p.data.nbytes for p in params),
+                 sum(p.grad.nbytes for p in params if p.grad is not None),
+                 sum(array.nbytes for arrays in state for array in arrays),
+                 graph_bytes(*map(rooted, roots), exclude=known(model, batch)))
 
 
 def known(model, batch=None):
@@ -72,7 +72,7 @@ def by_operation(x, exclude=()):
 
 
 def over_step(model, batch, optimizer):
-    """Take one training step and count after each event.  -> [(phase, Held)]
+    """Take one training step and count after each event.  -> [(phase, Bytes)]
 
     Events: a part of the model has run; a gradient is complete; the optimizer is done."""
     events, x = [], None

@@ -19,11 +19,11 @@ in the inner product that counts a replicated array once and sums the other two 
     all_to_all         sharded -> sharded          all_to_all, the other way
     send, recv         one rank -> another         recv, send
 
-The table answers why a forward all_reduce needs no backward one, and the reverse.  reduce_from
-and copy_to are each other's adjoint: what one does forward, the other does backward.  And one
-all_gather has two backwards, because it has two meanings: a gathered array that each rank goes
-on to use in its own way (all_gather) owes its gradient to all of them, so the parts are summed;
-a gathered array that is merely complete now (gather) has one gradient, known to everybody.
+Why does reduce_from need no message backward, and copy_to none forward?  Because each is the
+other's adjoint.  And one all_gather has two backwards, because it has two meanings.  Where each
+rank goes on to use the gathered array in its own way (all_gather), every rank owes it a gradient,
+and the parts are summed.  Where the array is merely complete now (gather), its one gradient is
+known to everybody.
 
 Every function here is collective: all ranks of the group call it, and all call backward.
 

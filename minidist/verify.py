@@ -96,7 +96,7 @@ class Twin:
             return self.verdict
         params, found = model.parameters(), {}
         unequal = unequal_replicas(params, self.mesh)
-        ours = merge(held(params, optimizer), self.mesh) | reported(step)
+        ours = merge(gathered(params, optimizer), self.mesh) | reported(step)
         if self.mesh.world.rank == 0:
             reference = self.take_step(batch, max_norm)
             found = compare(ours, reference)
@@ -111,11 +111,11 @@ class Twin:
     def take_step(self, batch, max_norm, pieces=1):
         """Take the twin's step.  -> {what: number or array}"""
         step = train_step(self.model, batch, self.optimizer, None, pieces, max_norm)
-        return held(self.model.parameters(), self.optimizer) | reported(step)
+        return gathered(self.model.parameters(), self.optimizer) | reported(step)
 
     def numbers(self):
         """Copy parameters and optimizer state."""
-        found = held(self.model.parameters(), self.optimizer)
+        found = gathered(self.model.parameters(), self.optimizer)
         return {what: np.array(x) for what, x in found.items()}, self.optimizer.t
 
     def take_over(self, numbers, t):
@@ -214,7 +214,7 @@ def perturb(model, std=0.1):
 
 # ---------------------------------------------------------------------------- comparing
 
-def held(params, optimizer):
+def gathered(params, optimizer):
     """Gather all that these ranks hold of a training.  {"w gradient": whole}  Collective"""
     found = {}
     for p in params:

@@ -34,7 +34,7 @@ CASES = {
 
 
 def counted(layout, config, rows, ragged, optimizer=AdamW):
-    """Take two steps on thread ranks.  -> (coordinates, Count of the second, Held) of each rank"""
+    """Take two steps on thread ranks.  -> (coordinates, Count of the second, Bytes) of each rank"""
     def rank(world):
         mesh = DeviceMesh(world, dp=layout.dp, tp=layout.tp)
         model = spread(perturb(tiny(**config)), mesh, layout)
