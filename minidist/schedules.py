@@ -180,8 +180,9 @@ def make(name, p, m, v=None):
     if p < 1 or m < 1:
         raise BadInput(f"a schedule needs at least 1 rank and 1 micro-batch, not {p} and {m}")
     if v not in order.chunks:
-        allowed = f"{order.chunks[0]}" + (" or more" if len(order.chunks) > 1 else "")
-        raise BadInput(f"{name} works on {allowed} chunks per rank, not {v}; "
+        allowed = {1: "1 chunk", 2: "2 chunks"}[order.chunks[0]]
+        allowed += " or more" if len(order.chunks) > 1 else ""
+        raise BadInput(f"{name} works on {allowed} per rank, not {v}; "
                        f"use --chunks {order.chunks[0]}")
     sizes = (p, m, v) if order.make is interleaved else (p, m)
     actions = [[(*action, 0)[:3] for action in order.make(rank, *sizes)] for rank in range(p)]
@@ -190,10 +191,10 @@ def make(name, p, m, v=None):
 
 # === Checks ===
 
-def check(schedule, ahead=1):
+def check(schedule, ahead=None):
     """Raise ValueError where a schedule is not complete, ordered, matched and free of deadlock.
 
-    Every send waits for its receive, which a rank posts `ahead` actions before it needs it."""
+    ahead: see Walk."""
     for rank, actions in enumerate(schedule.actions):
         check_rank(schedule, rank, actions)
     for (kind, here, there), (sent, received) in borders(schedule).items():
@@ -213,14 +214,14 @@ def check_rank(schedule, rank, actions):
             raise ValueError(f"{schedule.name}: rank {rank} does {kind} of micro-batch {i}, chunk "
                              f"{chunk}, after {' '.join(before) or 'nothing'}")
         seen[i, chunk] = before + kind
-    for i in range(schedule.m):
-        for chunk in range(schedule.v):
-            if seen.pop((i, chunk), "") not in ("FB", "FIW"):
-                raise ValueError(f"{schedule.name}: rank {rank} never finishes micro-batch {i}, "
-                                 f"chunk {chunk}")
-    if seen:
-        raise ValueError(f"{schedule.name}: rank {rank} works on {list(seen)[0]}, which "
-                         f"{schedule.m} micro-batches and {schedule.v} chunks do not contain")
+    wanted = {(i, chunk) for i in range(schedule.m) for chunk in range(schedule.v)}
+    for i, chunk in sorted(wanted | seen.keys()):
+        if (i, chunk) not in wanted:
+            raise ValueError(f"{schedule.name}: rank {rank} works on micro-batch {i}, chunk "
+                             f"{chunk}, of {schedule.m} micro-batches and {schedule.v} chunks")
+        if seen.get((i, chunk)) not in ("FB", "FIW"):
+            raise ValueError(f"{schedule.name}: rank {rank} never finishes micro-batch {i}, chunk "
+                             f"{chunk}")
 
 
 def borders(schedule):

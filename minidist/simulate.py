@@ -21,6 +21,7 @@ from minidist.ranks import launch
 from minidist.schedules import Walk, borders, passed
 
 COLORS = {"F": "#4878a8", "B": "#e08030", "I": "#e08030", "W": "#b8a030"}
+IDLE = "#ececec"
 BLOCKS = {"F": "█", "B": "▒", "I": "▒", "W": "░"}
 ROWS = 32                                               # of a timeline in the terminal
 
@@ -69,6 +70,8 @@ def cost(schedule, F=1, I=1, W=1, message=0):                                   
     """Work out when everything happens.  B takes I + W; a message, from rank to rank.
 
     F, I, W: one micro-batch through all layers of a rank; through one of v chunks, 1/v of it."""
+    if min(F, I, W) <= 0:
+        raise BadInput(f"F, I and W take {F:g}, {I:g} and {W:g}; use a time above 0 for each")
     v = schedule.v
     time = {"F": F / v, "I": I / v, "W": W / v, "B": (I + W) / v}
     spans, ready = [[] for _ in range(schedule.p)], {}
@@ -108,7 +111,7 @@ def lines(timeline, columns=100, ascii=False):
     the beginning and the end; of many ranks, some."""
     shown = range(0, timeline.schedule.p, -(-timeline.schedule.p // ROWS))
     heads = [f"rank {r}".ljust(len(f"rank {shown[-1]}")) for r in shown]
-    ends = [f"idle {timeline.idle[r]:g}, live {timeline.live[r]}" for r in shown]
+    ends = [f"idle {float(timeline.idle[r]):g}, live {timeline.live[r]}" for r in shown]
     room = columns - len(heads[0]) - max(map(len, ends)) - 4
     shortest = min(end - start for spans in timeline.spans for _, start, end in spans)
     widest = 1 + max(len(name(timeline.schedule, action)) for action, _, _ in timeline.spans[0])
@@ -144,18 +147,19 @@ def draw(axes, timeline, colors=COLORS):
     s, bars = timeline.schedule, {}
     for rank, spans in enumerate(timeline.spans):
         for (kind, _, chunk), start, end in spans:
-            bars.setdefault((rank, kind, chunk), []).append((start, end - start))
+            bars.setdefault((rank, kind, chunk), []).append((float(start), float(end - start)))
     for (rank, kind, chunk), some in bars.items():
         axes.broken_barh(some, (rank - 0.45, 0.9), color=colors[kind], edgecolor="white",
                          alpha=1 - 0.5 * chunk / s.v, linewidth=0.4 if s.p * s.m < 2000 else 0)
     if s.p * s.m * s.v <= 200:
         for rank, spans in enumerate(timeline.spans):
             for (_, i, _), start, end in spans:
-                axes.text((start + end) / 2, rank, i, ha="center", va="center", fontsize=7)
-    axes.set(xlim=(0, timeline.makespan), ylim=(s.p - 0.5, -0.5), ylabel="rank")
-    axes.set_title(f"{s.name}: {s.p} ranks, {s.m} micro-batches, bubble "
-                   f"{timeline.bubble_of_ideal:.3f} of the ideal, {timeline.bubble_of_total:.3f} "
-                   "of the total", fontsize=9, loc="left")
+                axes.text(float(start + end) / 2, rank, i, ha="center", va="center", fontsize=7)
+    axes.set(xlim=(0, float(timeline.makespan)), ylim=(s.p - 0.5, -0.5), ylabel="rank",
+             facecolor=IDLE)
+    ideal, total = float(timeline.bubble_of_ideal), float(timeline.bubble_of_total)
+    axes.set_title(f"{s.name}: {s.p} ranks, {s.m} micro-batches, bubble {ideal:.3f} of the ideal, "
+                   f"{total:.3f} of the total", fontsize=9, loc="left")
 
 
 def save(timelines, path):
@@ -166,10 +170,11 @@ def save(timelines, path):
     figure = Figure(figsize=(11, height), layout="constrained")
     for axes, timeline in zip(figure.subplots(len(timelines), squeeze=False).flat, timelines):
         draw(axes, timeline)
-        axes.set_xlim(0, max(t.makespan for t in timelines))
-    words = {"F": "F forward", "B": "B or I backward", "W": "W weight gradients"}
-    figure.legend(handles=[Patch(color=COLORS[kind], label=text) for kind, text in words.items()],
-                  loc="outside lower center", ncols=3)
+        axes.set_xlim(0, float(max(t.makespan for t in timelines)))
+    words = {"F forward": COLORS["F"], "B or I backward": COLORS["B"],
+             "W weight gradients": COLORS["W"], "idle": IDLE}
+    figure.legend(handles=[Patch(color=color, label=text) for text, color in words.items()],
+                  loc="outside lower center", ncols=4)
     flags.write(path, lambda file: figure.savefig(file, dpi=110, format="png"))
 
 
