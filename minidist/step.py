@@ -35,14 +35,15 @@ def train_step(model, batch, optimizer, mesh=None, num_microbatches=1, max_norm=
 
     mesh: the model's own if it is spread over one.  A batch without targets changes nothing.
     passes(model, micro-batches) -> loss sum: how the forward and backward passes are run
-    (None: accumulate, one by one; a pipeline: by a schedule).
+    (None: as the model says, a pipeline by a schedule; else one by one).
     Collective: every rank calls, with the whole batch, and gets the same Step."""
     mesh = mesh_of(model, mesh)
     params = model.parameters()
     model.zero_grad()
     mine = model.localize(batch)
     with summing(model, num_microbatches):
-        loss = (passes or accumulate)(model, mine.split(num_microbatches))
+        passes = passes or getattr(model, "passes", accumulate)
+        loss = passes(model, mine.split(num_microbatches))
     loss, count = summed(loss, mine.count, mesh)
     if count == 0:
         model.zero_grad()
@@ -64,8 +65,11 @@ def accumulate(model, batches):
 
 
 def summing(model, passes):
-    """Make the context in which so many backward passes are summed: a strategy's, or none."""
-    return getattr(model, "summing", nullcontext)(passes)
+    """Make the context in which so many backward passes are summed: a strategy's, or none.
+
+    A model may say itself how often they deliver each gradient: deliveries(passes) -> {name: n}"""
+    often = getattr(model, "deliveries", lambda passes: passes)(passes)
+    return getattr(model, "summing", nullcontext)(often)
 
 
 def summed(loss, count, mesh):
