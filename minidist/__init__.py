@@ -9,10 +9,10 @@
     cost/          closed forms      messages model strategies
     bench/         measurements      engine collectives train tp fit
 
-    where the two worlds meet        mesh mappings placement buckets
-    one technique each               dp tp sp flash cp ulysses
+    where the two worlds meet        mesh mappings placement buckets schedules
+    one technique each               dp tp sp pp flash cp ulysses
     the whole                        step parallel verify ledger trace progress flags
-    commands                         train doctor
+    commands                         train simulate doctor
 
 engine, ranks and cost know nothing of each other; collectives builds on ranks and cost; techniques
 build on all of these and never on one another.  Importing this package sets one BLAS thread per

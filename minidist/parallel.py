@@ -5,6 +5,7 @@
     --tp 2 --sp       and the tokens between the layers                  minidist.sp
     --cp 2            2 ranks share the tokens of every row              minidist.cp
     --attention tiled attention without a T x T matrix                   minidist.flash
+    --pp 4            4 ranks, each with some of the layers              minidist.pp
 
 Strategies are functions on models, so composing them is applying one after another, always in the
 order of STRATEGIES. The product of all sizes is the number of ranks; replicas take the ranks that
@@ -14,12 +15,12 @@ Run: python -m minidist.train -n 4 --dp 4 --verify
 """
 import math
 
-from minidist import BadInput, cp, flags, flash, sp, tp
+from minidist import BadInput, cp, flags, flash, pp, schedules, sp, tp
 from minidist.dp import DistributedDataParallel
 from minidist.mesh import AXES, DeviceMesh
 from minidist.ranks import comm, environment
 
-OFFERED = "dp", "cp", "tp"              # the axes over which a model can be spread
+OFFERED = "dp", "cp", "tp", "pp"        # the axes over which a model can be spread
 
 
 def add_flags(parser):
@@ -36,6 +37,10 @@ def add_flags(parser):
     group.add_argument("--attention", choices=["full", "tiled"], default="full",
                        help="tiled: never hold a T x T matrix, compute scores again in backward; "
                             "rings are always tiled (default full)")
+    group.add_argument("--schedule", choices=[*schedules.ORDERS], metavar="NAME",
+                       help=f"of the stages of --pp: {', '.join(schedules.ORDERS)} (default 1f1b)")
+    group.add_argument("--chunks", type=flags.integer(1), metavar="V",
+                       help="stages on each rank of --pp (default: as few as the schedule allows)")
     return group
 
 
@@ -48,6 +53,9 @@ def make_mesh(args, world=None):
     if args.sp and sizes["tp"] == 1:
         raise BadInput("--sp shares tokens over the ranks of --tp, and there is 1; use --tp 2 "
                        "or more, or leave out --sp")
+    if sizes["pp"] == 1 and (args.schedule or args.chunks):
+        raise BadInput("--schedule and --chunks say how the stages of --pp take turns, and there "
+                       "is 1; use --pp 2 or more")
     if args.batch < sizes["dp"]:
         raise BadInput(f"{args.batch} sequences do not give each of {sizes['dp']} replicas one; "
                        f"use --batch {sizes['dp']} or more")
@@ -58,7 +66,7 @@ def spread(model, mesh, sequence=None, **options):
     """Apply to a plain model every strategy that the mesh and the options ask for.  Collective.
 
     sequence: what --sp says; None: no sequence parallelism.  attention, method: what --attention
-    and --cp-method say."""
+    and --cp-method say.  schedule, chunks: see pp.split."""
     for strategy in STRATEGIES:
         model = strategy(model, mesh, dict(options, sequence=sequence))
     return model
@@ -87,10 +95,17 @@ def context(model, mesh, options):
     return cp.parallelize(model, mesh["cp"], options.get("method", "zigzag"))
 
 
+def stages(model, mesh, options):
+    """Keep the layers of my stages of pp."""
+    if mesh["pp"].size == 1:
+        return model
+    return pp.split(model, mesh["pp"], options.get("schedule") or "1f1b", options.get("chunks"))
+
+
 def replicas(model, mesh, options):
     """Share the rows of a batch over dp."""
     return DistributedDataParallel(model, mesh["dp"]) if mesh["dp"].size > 1 else model
 
 
 # In the order in which they are applied to a plain model.
-STRATEGIES = [tiles, tensor, context, replicas]
+STRATEGIES = [tiles, tensor, context, stages, replicas]

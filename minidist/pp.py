@@ -133,7 +133,7 @@ class Pipeline:
     def one_by_one(self, forward, batch):
         """Take one batch through all stages, on one tape per rank: the naive pipeline.
 
-        The loss on the last stage, 0 elsewhere; backward visits the ranks in reverse.  Collective"""
+        The loss on the last stage, 0 elsewhere; backward visits the ranks in reverse."""
         if batch.targets is None:
             raise ValueError("the scores of a pipeline exist on its last stage only: gather the "
                              "parameters into a plain model (placement.everything) to sample")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minidist import BadInput, flags, parallel, placement, verify
+from minidist import BadInput, cost, flags, parallel, placement, verify
 from minidist.engine import gpt
 from minidist.engine.data import Corpus, default_text, read_text
 from minidist.engine.optim import SGD, AdamW, warmup_cosine
@@ -56,8 +56,9 @@ def parser():
     data.add_argument("--text", metavar="FILE", help="UTF-8 text (default: Unicode names)")
     data.add_argument("--batch", type=flags.integer(1), default=12, metavar="B",
                       help="sequences per step (default 12)")
-    data.add_argument("--grad-accum", type=flags.integer(1), default=1, metavar="M",
-                      help="work through the batch in M pieces: less memory, the same training")
+    data.add_argument("--grad-accum", "--microbatches", type=flags.integer(1), metavar="M",
+                      help="work through the batch in M pieces: less memory, the same training; "
+                           "with --pp, the micro-batches (default 1; with --pp, 4 per stage)")
     data.add_argument("--seed", type=flags.integer(0), default=0, metavar="S",
                       help="of initial values, batches, dropout and sample (default 0)")
     training = p.add_argument_group("training")
@@ -90,6 +91,9 @@ def options(argv=None):
     if args.verify and args.dtype == "float32":
         raise BadInput("--verify compares in float64, where 1e-11 is far above rounding and far "
                        "below any mistake; leave out --dtype float32")
+    if args.grad_accum is None:
+        stages = args.pp if args.pp and args.pp > 1 else 0
+        args.grad_accum = max(1, min(4 * stages, args.batch // (args.dp or 1)))
     if args.grad_accum > args.batch:
         raise BadInput(f"{args.batch} sequences do not fill {args.grad_accum} pieces; use "
                        f"--grad-accum 1 to {args.batch}")
@@ -126,7 +130,8 @@ def build(o):
     def optimizer(params):
         return make_optimizer(params, o, config)
 
-    model = parallel.spread(plain(), mesh, o.sp, attention=o.attention, method=o.cp_method)
+    model = parallel.spread(plain(), mesh, o.sp, attention=o.attention, method=o.cp_method,
+                            schedule=o.schedule, chunks=o.chunks)
     twin = verify.Twin(plain, optimizer, mesh) if o.verify else None
     return Run(corpus, config, mesh, model, optimizer(model.parameters()), twin)
 
@@ -223,7 +228,7 @@ def sample(model, corpus, o):
 def headline(run, o):
     """Say in two lines what is about to be trained on what."""
     c = run.config
-    size = sum(math.prod(p.full_shape) for p in run.model.parameters())
+    size = cost.gpt_parameters(cost.Sizes.of(c))
     text, characters = o.text or "Unicode names", len(run.corpus.tokens)
     return (f"{o.preset}: {c.layers} layers of width {c.width}, {c.heads} heads, "
             f"{size:,} parameters in {o.dtype}\n"

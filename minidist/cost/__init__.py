@@ -14,5 +14,5 @@ from minidist.cost.model import (                                               
     GPT3, Kept, Sizes, Work, at_least, attention_work, block_activations, gpt_activations,
     gpt_flops, gpt_parameters, linear_work, textbook_activations, tiles)
 from minidist.cost.strategies import (                                           # noqa: F401
-    Layout, between_cuts, cp, ddp, dp, sp, step, tp, tp_activations, tp_block_activations, tp_keys,
-    tp_parameters, ulysses)
+    Layout, between_cuts, cp, ddp, dp, pp, sp, step, tp, tp_activations, tp_block_activations,
+    tp_keys, tp_parameters, ulysses)

@@ -160,6 +160,20 @@ def ulysses(sizes, group):
     return sizes.L * there, sizes.L * there
 
 
+# === Pipeline parallelism: m micro-batches cross the borders of stages ===
+
+def pp(sizes, group, m, v=1, folded=False):
+    """Price of one step's pipeline: m messages per border to another rank and direction.
+
+    Each of b T D numbers, where the b add up to B, and of 32 bytes that say which they are.
+    folded: the second chunks are dealt in reverse, so that the last rank has two in a row."""
+    if group.p == 1:
+        return NOTHING
+    first, last = group.rank == 0, group.rank == group.p - 1
+    borders = 2 * (2 - first - last) if folded else 2 * v - first - last
+    return borders * Price(m, m, sizes.N * sizes.D * sizes.w + 32 * m)
+
+
 # === A whole step, on any layout ===
 
 @dataclass(frozen=True, kw_only=True)
