@@ -53,7 +53,7 @@ def make_mesh(args, world=None):
     if args.sp and sizes["tp"] == 1:
         raise BadInput("--sp shares tokens over the ranks of --tp, and there is 1; use --tp 2 "
                        "or more, or leave out --sp")
-    if sizes["pp"] == 1 and (args.schedule or args.chunks):
+    if sizes["pp"] == 1 and (getattr(args, "schedule", None) or getattr(args, "chunks", None)):
         raise BadInput("--schedule and --chunks say how the stages of --pp take turns, and there "
                        "is 1; use --pp 2 or more")
     if args.batch < sizes["dp"]:
