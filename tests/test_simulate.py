@@ -38,7 +38,7 @@ def test_gpipe_and_1f1b_have_the_same_bubble(p, m, times):
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("p, m", GRID)
 def test_interleaving_divides_it_and_zero_bubble_fills_it(p, m, times):
-    F, I, W = times                                       # noqa: E741    W the shortest: else it is what others wait for
+    F, I, W = times                     # noqa: E741      W the shortest, or others wait for it
     for v in (2, 3, 4):
         assert bubble(timeline("interleaved", p, m, v, times)) == Fraction((p - 1) * sum(times), v)
     assert bubble(timeline("zb-h1", p, m, times=times)) == (p - 1) * (F + I - W)
