@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from minidist import BadInput, flags, schedules
-from minidist.ranks import launch
+from minidist.ranks import environment, launch
 from minidist.schedules import Walk, borders, passed
 
 COLORS = {"F": "#4878a8", "B": "#e08030", "I": "#e08030", "W": "#b8a030"}
@@ -240,7 +240,7 @@ def main():
         flags.writable(path)
     made = [schedules.make(name, args.p, args.m, args.chunks) for name in names]
     timelines = [cost(s, args.F, args.I, args.W, args.message) for s in made]
-    if launch.my_rank() != 0:
+    if environment.rank() != 0:
         return
     for timeline in timelines:
         s = timeline.schedule
