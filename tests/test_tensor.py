@@ -607,6 +607,24 @@ def test_backward_frees_as_it_goes():
     assert counts == [4, 3, 2, 1] and not any(r() is not None for r in alive)
 
 
+def test_what_a_vjp_returned_dies_before_the_next_runs():
+    """Also what its thunks captured: at most one node's arrays are alive at a time."""
+    w, alive, counts = leaf(np.ones(4)), [], []
+
+    def layer(a):
+        def vjp(g):
+            counts.append(sum(r() is not None for r in alive))
+            work = np.ones(1000)
+            alive.append(weakref.ref(work))
+            return g * 1, lambda: work[:4] * 1
+        return Tensor(a.data, (a, w), vjp)
+    y = leaf(np.ones(4))
+    for _ in range(3):
+        y = layer(y)
+    y.sum().backward()
+    assert counts == [0, 0, 0] and (w.grad == 3).all()
+
+
 def test_results_nobody_needs_die_at_once():
     x = leaf(np.ones(1000))
     y = x + 1

@@ -118,15 +118,10 @@ def propagate(root, seed, defer=None):
         sums, thunks = defaultdict(Sum), defaultdict(list)
         sums[root].add(seed)
         for node in order:
-            for target, c in _run(node, sums.pop(node, None)):
-                _hand_on(target, c, sums, None if defer is None else thunks)
-                uses[target] -= 1
-                if uses[target] == 0 and not isinstance(target, Node):
-                    total = sums.pop(target, None)
-                    if target in thunks:
-                        defer.append((target, total or Sum(), thunks.pop(target)))
-                    elif total is not None:
-                        deliver(target, total)
+            contributions = _run(node, sums.pop(node, None))
+            late = None if defer is None else thunks
+            for leaf in _hand_on(contributions, sums, uses, late):
+                _finish(leaf, sums.pop(leaf, None), thunks.pop(leaf, None), defer)
 
 
 def _scale(seed):
@@ -165,13 +160,30 @@ def _run(node, total):
     return [(target, c) for target, c in zip(parents, contributions) if target is not None]
 
 
-def _hand_on(target, c, sums, thunks):
-    """Add one contribution to its target; thunks, where given: put those for leaves off."""
-    late = callable(c)
-    if late and thunks is not None and not isinstance(target, Node):
-        thunks[target].append(c)
-    elif c is not None:
-        sums[target].add(c() if late else c, owned=late)
+def _hand_on(contributions, sums, uses, thunks):
+    """Add what a node gives to each target's sum.  Yields leaves that have all of theirs.
+
+    thunks, where given: put those for leaves off.  The contributions end with this call: none of
+    them, nor what their thunks captured, is alive when the next vjp runs.
+    """
+    while contributions:
+        target, c = contributions.pop(0)
+        leaf, late = not isinstance(target, Node), callable(c)
+        if late and leaf and thunks is not None:
+            thunks[target].append(c)
+        elif c is not None:
+            sums[target].add(c() if late else c, owned=late)
+        uses[target] -= 1
+        if leaf and uses[target] == 0:
+            yield target
+
+
+def _finish(leaf, total, thunks, defer):
+    """Deliver a leaf's gradient, or put it off with the thunks that it still lacks."""
+    if thunks:
+        defer.append((leaf, total or Sum(), thunks))
+    elif total is not None:
+        deliver(leaf, total)
 
 
 def deliver(leaf, total):
