@@ -385,7 +385,7 @@ def test_the_outermost_label_counts():
             assert comm.current()[:2] == ("", 0)
             comm.isend(x, 1 - comm.rank).wait()
             comm.recv(into, 1 - comm.rank)
-            comm.exchange([(x, 1 - comm.rank, into, 1 - comm.rank)] * 3)
+            comm.exchange([(x, 1 - comm.rank, into + i, 1 - comm.rank) for i in range(3)])
         assert numbers(total) == (6, 10, 800)
         assert {k: numbers(c) for k, c in total.by_label.items()} == {
             "sendrecv": (1, 1, 80), "outer": (1, 3, 240), "all_reduce": (1, 2, 160),
@@ -585,7 +585,7 @@ def closes(comm):
     group.close(), inner.close(), stream.close()
     x = np.ones(2)
     for call in (lambda: group.send(x, 0), lambda: group.shift(x, x.copy()),
-                 lambda: group.exchange([(x, 0, x.copy(), 0)] * 2), lambda: inner.isend(x, 0),
+                 lambda: group.exchange([(x, 0, x.copy(), 0), (x, 0, x + 1, 0)]), lambda: inner.isend(x, 0),
                  lambda: group.recv(x, 0), lambda: group.irecv(x, 0), lambda: group.split(0),
                  lambda: group.stream(), lambda: stream.comm.send(x, 0)):
         with pytest.raises(ValueError, match="^group (dp|inner) is closed: no message goes"):

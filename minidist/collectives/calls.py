@@ -18,16 +18,18 @@ Lesson: mpirun -n 4 python -m lessons.collectives
 """
 import numpy as np
 
+from minidist.collectives import layouts
 from minidist.collectives.layouts import checked, checked_mine, gathered, layout, plan
 from minidist.collectives.ring import cut
+from minidist.ranks import agree
 from minidist.ranks.buffers import apart
 
 
 def all_reduce(x, comm, op="sum", out=None, algorithm=None):
     """Sum (or max) over ranks; out=x: in place.  any shape -> same shape"""
     out = start(x, out)
-    fn, add, detail, _ = plan("all_reduce", algorithm, comm.size, out.shape, out.dtype, op)
-    with comm.operation("all_reduce", detail):
+    fn, add, detail, _, digest = plan("all_reduce", algorithm, comm.size, out.shape, out.dtype, op)
+    with comm.operation("all_reduce", detail, digest):
         fn(flat(out), comm, add)
     return out
 
@@ -36,12 +38,12 @@ def reduce_scatter(x, comm, dim=0, sizes=None, op="sum", out=None, algorithm=Non
     """Sum (or max) over ranks and keep piece r along dim.  [n] -> [n/p]
 
     sizes: the length of each rank's piece, by default as np.array_split cuts."""
-    x = np.asarray(x)
+    x, dim = to_cut(x, dim)
     sizes = checked(sizes, x.shape[dim], comm)
-    fn, add, detail, pieces = plan("reduce_scatter", algorithm, comm.size, x.shape, x.dtype, op,
-                                   dim, sizes)
-    mine = result(pieces.shapes[comm.rank], x.dtype, out)
-    with comm.operation("reduce_scatter", detail):
+    fn, add, detail, pieces, digest = plan("reduce_scatter", algorithm, comm.size, x.shape, x.dtype,
+                                           op, dim, sizes)
+    mine, x = result(pieces.shapes[comm.rank], x.dtype, out), aside(x, out)
+    with comm.operation("reduce_scatter", detail, digest):
         fn(in_a_row(x, pieces, comm), pieces.lengths, flat(mine), comm, add)
     return mine
 
@@ -50,12 +52,12 @@ def all_gather(x, comm, dim=0, sizes=None, out=None, algorithm=None):
     """Put the ranks' pieces together along dim, in rank order.  [n/p] -> [n]
 
     sizes: the length of each rank's piece; without it, all are as long as mine."""
-    x = np.asarray(x)
+    x, dim = to_cut(x, dim)
     sizes = checked_mine(sizes, x.shape[dim], comm)
-    fn, _, detail, pieces = plan("all_gather", algorithm, comm.size, x.shape, x.dtype, None,
-                                 dim, sizes)
+    fn, _, detail, pieces, digest = plan("all_gather", algorithm, comm.size, x.shape, x.dtype, None,
+                                         dim, sizes)
     whole = result(pieces.shape, x.dtype, out)
-    with comm.operation("all_gather", detail):
+    with comm.operation("all_gather", detail, digest):
         if pieces.in_a_row:
             whole[pieces.index[comm.rank]] = x
             fn(flat(whole), pieces.lengths, comm)
@@ -73,23 +75,23 @@ def broadcast(x, comm, root=0, out=None, algorithm=None):
     """Give every rank the root's array.  any shape -> same shape
 
     On the other ranks only the shape and dtype of x matter."""
-    out = start(x, out)
-    fn, _, detail, _ = plan("broadcast", algorithm, comm.size, out.shape, out.dtype)
-    with comm.operation("broadcast", (root, *detail)):
+    root, out = member(root, comm), start(x, out)
+    fn, _, detail, _, digest = plan("broadcast", algorithm, comm.size, out.shape, out.dtype)
+    with comm.operation("broadcast", (root, *detail), digest + root):
         fn(flat(out), comm, root)
     return out
 
 
 def reduce(x, comm, root=0, op="sum", out=None, algorithm=None):
     """Sum (or max) over ranks: the result on root, None elsewhere.  any shape -> same shape"""
-    x = np.asarray(x)
-    fn, add, detail, _ = plan("reduce", algorithm, comm.size, x.shape, x.dtype, op)
+    root, x = member(root, comm), array(x)
+    fn, add, detail, _, digest = plan("reduce", algorithm, comm.size, x.shape, x.dtype, op)
     if comm.rank == root:
         out = start(x, out)
     else:                                                   # partial sums need a place too
         out = comm.scratch(x.size, x.dtype, slot=1)
         out.reshape(x.shape)[...] = x
-    with comm.operation("reduce", (root, *detail)):
+    with comm.operation("reduce", (root, *detail), digest + root):
         fn(flat(out), comm, root, add)
     return out if comm.rank == root else None
 
@@ -98,10 +100,11 @@ def scatter(x, comm, root=0, sizes=None):
     """Give rank r piece r (along the first dimension) of the root's array.  [n] -> [n/p]
 
     On the other ranks only the shape and dtype of x matter.  sizes: as np.array_split cuts."""
-    x = np.asarray(x)
+    root, (x, _) = member(root, comm), to_cut(x, 0)
     pieces = layout(x.shape, 0, checked(sizes, len(x), comm), comm.size)
     mine = np.array(x[pieces.index[comm.rank]], order="C")
-    with comm.operation("scatter", (root, x.shape[1:], x.dtype, pieces.lengths)):
+    detail = root, x.shape[1:], x.dtype, pieces.lengths
+    with comm.operation("scatter", detail, layouts.digest(detail)):
         if comm.rank != root:
             comm.recv(mine, source=root)
         else:
@@ -114,9 +117,10 @@ def gather(x, comm, root=0, sizes=None):
     """Put the ranks' pieces together on root, along the first dimension; None elsewhere.
 
     sizes: the length of each rank's piece; without it, all are as long as mine."""
-    x = np.ascontiguousarray(x)
+    root, x = member(root, comm), np.ascontiguousarray(to_cut(x, 0)[0])
     pieces = gathered(x.shape, 0, checked_mine(sizes, len(x), comm), comm.size)
-    with comm.operation("gather", (root, x.shape[1:], x.dtype, pieces.lengths)):
+    detail = root, x.shape[1:], x.dtype, pieces.lengths
+    with comm.operation("gather", detail, layouts.digest(detail)):
         if comm.rank != root:
             comm.send(x, root)
             return None
@@ -132,30 +136,72 @@ def all_to_all(pieces, comm, shapes=None, out=None, algorithm=None):
 
     shapes: of what I receive; without it, rank s sends me what I send it.  If pieces is one array,
     it holds p equal pieces, and the result is one array too."""
-    if isinstance(pieces, np.ndarray) and shapes is None:
-        pieces = np.ascontiguousarray(pieces)
+    if not isinstance(pieces, (list, tuple)) and shapes is None:
+        pieces = np.ascontiguousarray(to_cut(pieces, 0)[0])
         if pieces.shape[:1] != (comm.size,):
             raise wrong_number(len(pieces), comm)
         dtype, received = pieces.dtype, result(pieces.shape, pieces.dtype, out)
+        pieces, shapes = aside(pieces, out), [piece.shape for piece in pieces]
     else:
-        pieces = [np.ascontiguousarray(piece) for piece in pieces]
+        pieces = [np.ascontiguousarray(array(piece)) for piece in pieces]
         check_pieces(pieces, shapes, algorithm, comm)
         dtype = pieces[0].dtype
         shapes, out = shapes or [piece.shape for piece in pieces], out or [None] * comm.size
         received = [result(tuple(s), dtype, into) for s, into in zip(shapes, out)]
-    fn, _, detail, _ = plan("all_to_all", algorithm, comm.size, (), dtype)
-    with comm.operation("all_to_all", detail):
+        pieces = [aside(piece, *out) for piece in pieces]
+    fn, _, detail, _, digest = plan("all_to_all", algorithm, comm.size, (), dtype)
+    with comm.operation("all_to_all", detail, digest):
+        if comm.check:
+            agree.same_shapes(comm, [piece.shape for piece in pieces], shapes)
         fn(pieces, received, comm)
     return received
 
 
 # --- Where arrays come from. ---
 
+def array(x):
+    """What a caller brings, as an array; refuse what would lose its meaning."""
+    if type(x) is np.ndarray:
+        return x
+    if x is None:
+        raise TypeError("None is no array: every rank brings one, since shape and dtype matter; "
+                        "np.empty(shape, dtype) does where values do not")
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("a masked array would lose its mask on the way: use x.filled(value)")
+    if getattr(x, "requires_grad", False):
+        raise TypeError("a Tensor that requires a gradient would lose it here: "
+                        "minidist.mappings has the same calls for Tensors")
+    return np.asarray(x)
+
+
+def to_cut(x, dim):
+    """An array that has this dim -> it, and the dim counted from the left"""
+    x = array(x)
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"there is no dim {dim} to cut in an array of shape {list(x.shape)}")
+    return x, dim % x.ndim
+
+
+def aside(x, *outs):
+    """x, or a copy of it if one of the arrays that take the result shares its memory."""
+    if any(out is not None and np.may_share_memory(x, out) for out in outs):
+        return x.copy()
+    return x
+
+
+def member(root, comm):
+    """The root, if it is a rank of the group."""
+    if not isinstance(root, (int, np.integer)) or not 0 <= root < comm.size:
+        raise ValueError(f"root {root} is not in group {comm.name}, which has ranks 0 to "
+                         f"{comm.size - 1}")
+    return int(root)
+
+
 def start(x, out):
     """The contiguous array that holds x now and takes the result later: out, or a copy of x."""
-    if out is x and x.flags.carray:                         # in place, and nothing to ask
+    if out is x and type(x) is np.ndarray and x.flags.carray:    # in place, and nothing to ask
         return x
-    x = np.asarray(x)
+    x = array(x)
     out = result(x.shape, x.dtype, out)
     out[...] = x
     return out

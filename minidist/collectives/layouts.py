@@ -8,6 +8,7 @@ messages a few microseconds matter.
 
 Lesson: mpirun -n 4 python -m lessons.collectives
 """
+import zlib
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
@@ -28,6 +29,7 @@ class Plan(NamedTuple):
     add: object                     # the NumPy function that sums, if any does
     detail: tuple                   # what must be the same on every rank
     pieces: object                  # a Layout, where there are pieces along a dim
+    digest: int                     # seven bits of detail
 
 
 @lru_cache(maxsize=1024)
@@ -42,8 +44,14 @@ def plan(collective, algorithm, p, shape, dtype, op=None, dim=None, sizes=None):
     elif dim is not None:
         pieces = layout(shape, dim, sizes, p)
     algorithm, fn = find(collective, algorithm, prod(shape) * dtype.itemsize, p)
-    detail = (algorithm, op, shape, dtype, pieces and pieces.lengths)
-    return Plan(fn, op and function(op), tuple(d for d in detail if d is not None), pieces)
+    detail = (algorithm, op, shape, dtype, dim, pieces and pieces.lengths)
+    detail = tuple(d for d in detail if d is not None)
+    return Plan(fn, op and function(op), detail, pieces, digest(detail))
+
+
+def digest(detail):
+    """Seven bits that tell what calls are made with, the same on every Python."""
+    return zlib.crc32(repr(detail).encode()) % 127
 
 
 class Layout(NamedTuple):

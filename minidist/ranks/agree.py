@@ -28,6 +28,16 @@ def same_call(comm, wire):
         raise ValueError(difference(comm, [bytes(t).rstrip(b"\0").decode() for t in theirs]))
 
 
+def same_shapes(comm, sent, expected):
+    """Raise on every rank, unless each expects from each other the shape that this one sends."""
+    everyone = comm.plain.bare.gather((list(map(tuple, sent)), list(map(tuple, expected))))
+    for sender, (shapes, _) in enumerate(everyone):
+        for receiver, (_, wanted) in enumerate(everyone):
+            if shapes[receiver] != wanted[sender]:
+                raise ValueError(f"in group {comm.name}, rank {sender} sends {shapes[receiver]} to "
+                                 f"rank {receiver}, which expects {wanted[sender]}")
+
+
 def description(comm):
     name, number, detail = comm.current()
     return f"{name} #{number}" + ("" if detail is None else f" {detail}")

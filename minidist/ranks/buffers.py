@@ -10,6 +10,7 @@ import numpy as np
 from minidist.ranks.counting import COLLECTIVES, code_of
 
 # A tag, in the 15 bits that every MPI has:  more pieces follow 1 | type 4 | operation 5 | number 5
+# Above them, where the MPI allows it: 7 bits of what a call is made with (op, dim, root, shape).
 DTYPES = [np.dtype(t) for t in ("f4", "f8", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1",
                                 "?", "c8", "c16")]
 HEADER = 0x7FFF            # the tag of a slow link's departure times: no array has this one
@@ -81,6 +82,16 @@ class Scratch:
         return view
 
 
+def refuse_overlaps(moves):
+    """Refuse several sendrecvs at once if one receives into what another sends or receives."""
+    for i, (_, _, into, _) in enumerate(moves):
+        for x in [move[0] for move in moves] + [move[2] for move in moves[:i]]:
+            if np.may_share_memory(x, into):
+                raise ValueError(f"into ({into.dtype} {list(into.shape)}) shares memory with what "
+                                 f"another message uses ({x.dtype} {list(x.shape)}): receive into "
+                                 "an array of its own, or send x.copy()")
+
+
 def refusal(x, name):
     """The error that says what is wrong with x and what to do."""
     if not isinstance(x, np.ndarray):
@@ -115,13 +126,16 @@ def unlike(comm, came, expected, into, source):
     text = f"{start}{call(comm, expected)}, but got {words(tag, nbytes)}{call(comm, tag)}"
     if (tag ^ expected) & 0x3FF:
         text += ": all ranks of a group must make the same calls in the same order"
+    elif (tag ^ expected) >> 15:
+        text += (": all ranks must make this call with the same op, dim, root, algorithm, shape "
+                 "and sizes; MINIDIST_CHECK=1 shows how they differ")
     return ValueError(text)
 
 
 def words(tag, nbytes):
     """A message's length and type, in words."""
     dtype = DTYPES[(tag >> 10 & 15) - 1]
-    more = "more than " if tag >> 14 or nbytes % dtype.itemsize else ""
+    more = "more than " if tag >> 14 & 1 or nbytes % dtype.itemsize else ""
     return f"{more}{nbytes // dtype.itemsize} {dtype.name}"
 
 

@@ -63,10 +63,10 @@ class Label:
 
     code: what the tags of a collective's messages say; 0 for a label that is no collective.
     """
-    __slots__ = "comm", "name", "code", "count", "detail"
+    __slots__ = "comm", "name", "code", "count", "detail", "digest"
 
     def __init__(self, comm, name, code):
-        self.comm, self.name, self.code, self.detail = comm, name, code, None
+        self.comm, self.name, self.code, self.detail, self.digest = comm, name, code, None, 0
         self.count = comm.counts.setdefault(name, Count())
 
     def __enter__(self):
@@ -103,15 +103,16 @@ class Counting:
         self._sequence, self._tag = 0, 0
         self._depth = self._began = 0                           # open blocks, now and before it
 
-    def operation(self, name, detail=None):
+    def operation(self, name, detail=None, digest=0):
         """`with` this, messages belong to one collective call, which every rank of the group makes.
 
-        detail: what must be the same on every rank; compared first if MINIDIST_CHECK=1.
+        detail: what must be the same on every rank; compared first if MINIDIST_CHECK=1.  digest:
+        seven bits of it, which travel in the tag of every message and are compared always.
         """
         label = self._labels.get(name)
         if label is None:
             label = self._labels[name] = Label(self, name, code_of(name) << 5)
-        label.detail = detail
+        label.detail, label.digest = detail, digest
         return label
 
     def label(self, name):
@@ -132,7 +133,7 @@ class Counting:
             self._operation, self._detail, self._wire = label, label.detail, self.collective
             self._began = depth
             self._sequence = number = self._sequence + 1
-            self._tag = label.code + number % 32
+            self._tag = label.code + number % 32 + ((label.digest & self._digests) << 15)
             if self.check:
                 self._compare()
 

@@ -32,6 +32,7 @@ class MPIWire(Wire):
     def __init__(self, mpi, status, statuses):
         self.mpi, self.rank, self.size = mpi, mpi.rank, mpi.size
         self.status, self.statuses = status, statuses       # of this thread; of all of this rank
+        self.wide_tags = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) >= (1 << 22) - 1
         self.ranks = MPI.Group.Translate_ranks(mpi.group, None, MPI.COMM_WORLD.group)
         self.came = MPI.Status()
         self.Send, self.Recv, self.Sendrecv = mpi.Send, mpi.Recv, mpi.Sendrecv    # found once

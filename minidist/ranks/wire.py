@@ -27,6 +27,8 @@ class Wire:
     queue()                             hands items to the thread that uses this wire: put, get
     """
 
+    wide_tags = True                    # may a tag have 22 bits, not only the 15 of every MPI?
+
     @property
     def bare(self):
         """The wire without a slow link over it: what new groups are made from."""
