@@ -77,7 +77,8 @@ OTHERWISE = {
     "shape": lambda c: all_reduce(np.ones((2, 3) if c.rank else (3, 2)), c),
     "dim": lambda c: reduce_scatter(np.ones((2, 2)), c, dim=c.rank),
     "dim of pieces": lambda c: all_gather(np.ones((2, 2)), c, dim=c.rank),
-    "root": lambda c: broadcast(np.ones(4), c, root=c.rank),
+    "root": lambda c: (broadcast(np.ones(4), c, root=c.rank),      # both send: nobody notices,
+                       broadcast(np.ones(4), c)),                  # until somebody receives
     "algorithm": lambda c: all_reduce(np.ones(4), c, algorithm=("ring", "tree")[c.rank]),
     "collective": lambda c: (all_reduce, broadcast)[c.rank](np.ones(4), c),
 }
