@@ -1,6 +1,6 @@
 """CONTEXT PARALLELISM      How do p ranks attend over one sequence that none of them could hold?
 
-  lifts   memory      activations / p, for sequences as long as there are ranks; attention's time too
+  lifts   memory      activations / p: sequences as long as there are ranks; attention time / p
   costs   bandwidth   every block of keys goes around, three times; behind the work, if T is long
   code    minidist/cp.py, minidist/flash.py
   run     mpirun -n 4 python -m lessons.cp        or: python -m lessons.cp -n 4
