@@ -1,7 +1,7 @@
 """DEEPSPEED-ULYSSES      Can attention see the whole sequence when each rank holds a part of it?
 
   lifts   memory      activations / p, with any attention inside, as it is on one rank
-  costs   bandwidth   8 all_to_alls per layer and step; and p must divide the heads
+  costs   bandwidth   all_to_alls around every attention; and p must divide the heads
   code    minidist/ulysses.py, minidist/mappings.py
   run     mpirun -n 4 python -m lessons.ulysses    or: python -m lessons.ulysses -n 4
 """
