@@ -69,7 +69,7 @@ def how_long(lesson):
     work grows with s^2, the message with s, and from s = w/2 F/B on the message hides: F flops
     and B bytes per second, w bytes a number; causal in zigzag, half the work, from w F/B on."""
     lesson.table(["GPU: F = 990 Tflop/s, w = 2", "B", "s at least", "causal"],
-                 [[name, f"{b:.0f} GB/s", f"{990e12 / b / 1e9:,.0f}", f"{2 * 990e12 / b / 1e9:,.0f}"]
+                 [[name, f"{b} GB/s", f"{990e3 / b:,.0f}", f"{2 * 990e3 / b:,.0f}"]
                   for name, b in (("NVLink", 450), ("InfiniBand, one port", 50))])
     p, lengths = lesson.comm.size, (32, 128, 512)
     alone = [timed(lesson, s) for s in lengths]

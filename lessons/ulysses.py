@@ -54,7 +54,7 @@ def volume(lesson):
     lesson.predict("64 heads, 64 key heads, 64 ranks: how many times as much does the ring send?",
                    32, "times", why="2(p-1)/p against 4(p-1)/p^2: p/2",
                    mistakes={64: "the ring sends 2 arrays around, Ulysses 4 across",
-                             0.5: "each of the 4 arrays is cut in p pieces, of which each goes once"})
+                             0.5: "each of the 4 arrays is cut in p pieces"})
     rows = []
     for K, p in ((64, 2), (64, 8), (64, 64), (8, 8), (8, 64), (1, 8)):
         sizes = cost.Sizes(T=65536, D=8192, H=64, K=K, V=1, L=1, w=2)
