@@ -45,3 +45,30 @@ def rally(pair, nbytes):
             (pair.send if turn == pair.rank else pair.recv)(x, 1 - pair.rank)
 
     return best(there_and_back, 20 if nbytes == 8 else 6) / 2
+
+
+def fastest(comm, step, tries=3):
+    """Run a step on all ranks.  -> seconds of the fastest, its receives: [(group, start, end)]"""
+    found = []
+    for _ in range(tries):
+        comm.barrier()
+        with comm.recording() as events:
+            start = time.perf_counter()
+            step()
+            end = time.perf_counter()
+        found.append((end - start, [(e.group, e.start - start, e.end - start)
+                                    for e in events if e.kind == "recv"]))
+    return min(found)
+
+
+def sgemm(n=1024):
+    """Flop/s of a float32 matrix product."""
+    a, b = np.ones((2, n, n), np.float32)
+    out = np.empty((n, n), np.float32)
+    return 2 * n ** 3 / best(lambda: np.matmul(a, b, out=out), 12)
+
+
+def triad(n=16 << 20):
+    """Bytes/s of c = a + b from and to memory."""
+    a, b, out = np.ones((3, n), np.float32)
+    return 3 * out.nbytes / best(lambda: np.add(a, b, out=out))

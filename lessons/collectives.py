@@ -1,132 +1,178 @@
 """COLLECTIVES      What are the six moves from which every kind of parallelism is made?
 
   lifts   nothing     by themselves; but every technique is a cut, and some of these to mend it
-  costs   bandwidth   (p-1)/p S per rank for the one-way moves, twice that for an all_reduce
+  costs   bandwidth   the same bytes on every path; what differs is how much one port must carry
   code    minidist/collectives/: calls.py, tree.py, alltoall.py, hierarchical.py
-  before  lessons.memory                                       next  lessons.ring
   run     mpirun -n 4 python -m lessons.collectives      or: python -m lessons.collectives -n 4
 """
 import numpy as np
 
 from lessons import kit
 from minidist import cost
-from minidist.collectives import alltoall, calls, hierarchical, ring, tree
-from minidist.collectives import (all_gather, all_reduce, all_to_all, broadcast, reduce,
-                                  reduce_scatter)
+from minidist.collectives import (all_gather, all_reduce, all_to_all, alltoall, broadcast, calls,
+                                  hierarchical, reduce, reduce_scatter, ring, tree)
 from minidist.ranks.comm import run_threads
 
 EXERCISE = [tree.broadcast, tree.reduce, alltoall.pairwise]
 
 
-def main(lesson):
-    comm = lesson.comm
-    p, r = comm.size, comm.rank
-    n = 1000 * p
-    S = 8 * n
+def six_moves(lesson):
+    """Six moves
 
-    lesson.part("Six moves")
+    Rank r holds 1 2 3 ... times 10^r: in a sum, every rank has a digit of its own."""
+    comm, p, r = lesson.comm, lesson.comm.size, lesson.comm.rank
     x = np.arange(1, p + 1) * 10 ** r
-    lesson.say("Rank r holds 1 2 3 ... times 10^r: in a sum, every rank has a digit of its own.")
-    pair(lesson, ("broadcast: the root's for all", x if r == 0 else None, broadcast(x, comm)),
-         ("reduce: the sum, at the root", x, reduce(x, comm)))
-    pair(lesson, ("all_gather: the pieces for all", x[r:r + 1], all_gather(x[r:r + 1], comm)),
-         ("reduce_scatter: a piece of the sum", x, reduce_scatter(x, comm)))
-    pair(lesson, ("all_to_all: piece s to rank s", x,
-                  np.concatenate(all_to_all(np.split(x, p), comm))),
-         ("all_reduce: the sum for all", x, all_reduce(x, comm)))
+    lesson.rows(["holds", "broadcast", "all_gather piece r", "all_to_all"], map(brief, [
+        x, broadcast(x, comm), all_gather(x[r:r + 1], comm),
+        np.concatenate(all_to_all(np.split(x, p), comm))]))
+    lesson.rows(["reduce", "reduce_scatter", "all_reduce"], map(brief, [
+        reduce(x, comm), reduce_scatter(x, comm), all_reduce(x, comm)]))
 
-    lesson.part("Who needs them, and what do they cost?")
-    lesson.say("""
-        broadcast    the first weights (dp)              reduce           a loss to print
-        all_gather   weights (ZeRO-3), tokens (sp)       reduce_scatter   gradients (ZeRO-2), sp
-        all_to_all   tokens to their experts (ep)        all_reduce       gradients (dp), tp
-        Left and right of the first two lines are each other's gradient; all_to_all is its own.
-        Bytes sent per rank (shown: rank 0, the root):
-        """)
-    lesson.ledger(*priced(comm, n))
 
-    lesson.part("all_reduce = reduce_scatter + all_gather")
-    y = np.random.default_rng(r).standard_normal(n)
+def brief(x):
+    """A small array as text; of a long one the beginning; nothing as a dot."""
+    if x is None:
+        return "."
+    return f"[{' '.join(map(str, x))}]" if len(x) < 5 else f"[{x[0]} ..]"
+
+
+def who_needs_them(lesson):
+    """Who needs them, and what do they cost?
+
+    broadcast    the first weights (dp)              reduce           a loss to print
+    all_gather   weights (ZeRO-3), tokens (sp)       reduce_scatter   gradients (ZeRO-2), sp
+    all_to_all   tokens to their experts (ep)        all_reduce       gradients (dp), tp
+    Left and right of the first two lines are each other's gradient; all_to_all is its own."""
+    lesson.predict("8 ranks sum vectors of 100 MB in a ring: MB sent by all together?", 1400,
+                   "MB", why="2(p-1) S",
+                   mistakes={175: "that is one rank", 700: "the sum must also come back"})
+    comm, p, n = lesson.comm, lesson.comm.size, 1000 * lesson.comm.size
+    x, pieces, rows, busiest = np.ones(n), np.ones(n // p), [], []
+    for name, algorithm, formula, move, given in (
+            ("broadcast", "tree", "(p-1) S", broadcast, x),
+            ("reduce", "tree", "(p-1) S", reduce, x),
+            ("all_gather", "ring", "(p-1) S", all_gather, pieces),
+            ("reduce_scatter", "ring", "(p-1) S", reduce_scatter, x),
+            ("all_to_all", "pairwise", "(p-1) S", all_to_all, [pieces] * p),
+            ("all_reduce", "ring", "2(p-1) S", all_reduce, x)):
+        with comm.counting() as counted:
+            move(given, comm, algorithm=algorithm)
+        sent = lesson.collect(counted.bytes)
+        rows.append((f"{name} ({algorithm}), all ranks together", formula, None, sum(sent)))
+        busiest.append(f"{max(sent) / 8 / n:g}")
+    lesson.ledger(*rows, p=p, S=8 * n)
+    lesson.say(f"The busiest rank sends, in S, in this order: {', '.join(busiest)}.")
+
+
+def two_halves(lesson):
+    """all_reduce = reduce_scatter + all_gather, and no port carries more than its part"""
+    comm, p, n = lesson.comm, lesson.comm.size, 1000 * lesson.comm.size
+    y = np.random.default_rng(comm.rank).standard_normal(n)
     with comm.counting() as two:
         steps = all_gather(reduce_scatter(y, comm, algorithm="ring"), comm, algorithm="ring")
     with comm.counting() as one:
         whole = all_reduce(y, comm, algorithm="ring")
     lesson.check("bit by bit the same", kit.difference(steps, whole))
-    lesson.ledger(("bytes of one, and of the two", "2(p-1)/p S", one.bytes, two.bytes))
+    with comm.counting() as root:
+        tree.naive_all_reduce(np.ones(n), comm)
+    through_root = lesson.collect(root.bytes)
+    lesson.ledger(("a rank, in one", "2(p-1)/p S", None, one.bytes),
+                  ("a rank, in two", "2(p-1)/p S", None, two.bytes),
+                  ("all ranks together, by a root", "2(p-1) S", None, sum(through_root)),
+                  ("the root: out, and in", "(p-1) S", None, max(through_root)), p=p, S=8 * n)
     lesson.say("""
-        So ZeRO stops half way, where each rank has its piece of the summed gradient; updates that
-        piece; and gathers the new weights in place of the gradient, for the price of plain dp.""")
+        Time is what the busiest port takes: in a ring p/2 times less. ZeRO stops half way, with a
+        piece of the summed gradient; updates that piece; and gathers weights in place of gradients.
+        """)
 
-    lesson.part("The busiest port")
-    lesson.predict("A ring in place of a root: how many per cent fewer bytes, all ranks together?",
-                   0, "%", why="2(p-1) S either way",
-                   mistakes={50: "that is what the busiest port saves, on 4 ranks"})
-    ports = traffic(comm, n)
-    lesson.rows(["root: sends", "receives", "ring: sends", "receives"],
-                [kit.size(port) for port in ports])
-    everyone = np.array(lesson.collect(ports))
-    out, _, around, _ = everyone.sum(0)
-    busiest = everyone.max(0)
-    lesson.ledger(("all ranks together, by the root", "2(p-1) S", 2 * (p - 1) * S, out),
-                  ("all ranks together, in the ring", "2(p-1) S", 2 * (p - 1) * S, around),
-                  ("busiest port, by the root", "(p-1) S in, and out", (p - 1) * S, busiest[0]),
-                  ("busiest port, in the ring", "2(p-1)/p S", 2 * (p - 1) * S // p, busiest[2]))
-    lesson.say("""
-        Not fewer bytes: but time is what the busiest port takes, and here it is p/2 times less.""")
 
-    lesson.part("Two nodes of four ranks: what a hierarchical all_reduce saves")
-    lesson.ledger(*lesson.share(lambda: two_nodes(n=8000)))
+def two_nodes(lesson):
+    """k = 2 nodes of g = 4 ranks: what a hierarchical all_reduce saves"""
+    lesson.predict("Vectors of 100 MB, four network ports per node: MB out of each?",
+                   25, "MB", why="2(k-1)/k S / g",
+                   mistakes={100: "the four ports share it", 175: "that is a flat ring's one port"})
+    lesson.ledger(*lesson.share(counted_on_nodes), p=8, k=2, g=4, S=64000)
     lesson.say("""
-        In total nothing. Between the nodes 1.75 S become S, and they take four ports at once
-        instead of one, in fewer steps. That is what counts where the wires are slow.""")
+        In total nothing; but between the nodes, where wires are slow, less, over four ports.""")
     lesson.figure(draw)
 
-    lesson.part("Is it right?")
-    prove(lesson)
-    lesson.part("Break it")
-    lesson.break_it(lost_remainder)
-    lesson.takeaway("Ask of a collective: who ends up with what, and which port carries most?",
-                    field="the same names in torch.distributed and NCCL; MPI_Allreduce and so on",
-                    tries=["make a broadcast of a large array from two other moves: at what price?",
-                           "write tree.broadcast, tree.reduce, alltoall.pairwise: --stub mine.py"])
+
+def counted_on_nodes(n=8000, k=2, g=4):
+    """Ledger rows: a flat ring and a hierarchical all_reduce on k nodes of g thread ranks."""
+    def rank(comm):
+        node = comm.rank // g
+        groups = hierarchical.groups(comm, comm.split(node, name="node"))
+        with comm.recording() as flat:
+            ring.all_reduce(np.ones(n), comm)
+        with comm.counting() as counted:
+            hierarchical.all_reduce(np.ones(n), groups)
+        sent = [e for e in flat if e.kind == "send"]
+        return (sum(e.nbytes for e in sent), counted.bytes,
+                sum(e.nbytes for e in sent if e.peer // g != node), counted.by_group["rail"].bytes,
+                len(sent), counted.messages)
+    per_rank = np.array(run_threads(k * g, rank))
+    flat, tiered, _, tiered_out = per_rank[:, :4].sum(0).tolist()
+    most = per_rank.max(0).tolist()
+    return [("all ranks, flat ring", "2(p-1) S", None, flat),
+            ("all ranks, hierarchical", "2(p-1) S", None, tiered),
+            ("out of one node, hierarchical", "2(k-1)/k S", None, tiered_out // k),
+            ("out of one node, flat: one port", "2(p-1)/p S", None, most[2]),
+            ("busiest of its g ports, hierarchical", "2(k-1)/k S/g", None, most[3]),
+            ("steps, flat ring", "2(p-1)", None, most[4]),
+            ("steps, hierarchical", "2(g-1) + 2(k-1)", None, most[5])]
 
 
 def prove(lesson):
-    """Check all six against sums and slices, for every root and lengths that do not divide."""
-    comm = lesson.comm
-    p, r = comm.size, comm.rank
+    """Is it right, for every root and lengths that do not divide?"""
+    comm, p, r = lesson.comm, lesson.comm.size, lesson.comm.rank
     n = 3 * p + 1
     xs = [np.arange(n) * (k + 2.0) + k for k in range(p)]
     x, total = xs[r].copy(), sum(xs)
     pieces = [np.array_split(y, p) for y in xs]              # [rank][piece]
     sizes = [len(piece) for piece in pieces[0]]
-
     roots = [kit.difference(broadcast(x, comm, root), xs[root]) for root in range(p)]
     roots += [kit.difference(y, total) for root in range(p)
               if (y := reduce(x, comm, root)) is not None]
     lesson.check("broadcast from and reduce to every root", max(roots))
-    lesson.check("all_gather, uneven", kit.difference(
-        all_gather(pieces[r][r], comm, sizes=sizes),
-        np.concatenate([pieces[k][k] for k in range(p)])))
-    lesson.check("all_to_all, uneven", max(map(
+    lesson.check("all_gather and all_to_all, uneven", max(map(
         kit.difference, all_to_all(pieces[r], comm, shapes=[(sizes[r],)] * p),
-        [pieces[k][r] for k in range(p)])))
-    lesson.check("reduce_scatter, uneven", kit.difference(
-        reduce_scatter(x, comm, algorithm="ring"), np.array_split(total, p)[r]))
-    lesson.check("all_reduce, uneven ring", kit.difference(
-        all_reduce(x, comm, algorithm="ring"), total))
+        [pieces[k][r] for k in range(p)])) + kit.difference(
+            all_gather(pieces[r][r], comm, sizes=sizes),
+            np.concatenate([pieces[k][k] for k in range(p)])))
+    lesson.check("reduce_scatter and all_reduce, uneven ring", kit.difference(
+        reduce_scatter(x, comm, algorithm="ring"), np.array_split(total, p)[r]) + kit.difference(
+            all_reduce(x, comm, algorithm="ring"), total))
     lesson.check("inputs stay as they were", kit.difference(x, xs[r]))
-    lesson.ledger(*counted(comm, x, pieces[r], sizes))
+    counts(lesson, x, pieces[r], sizes)
 
 
-# ---- breaks
+def counts(lesson, x, pieces, sizes):
+    """Count what the functions of the exercise send: each rank, and all together."""
+    comm, p, r, n = lesson.comm, lesson.comm.size, lesson.comm.rank, x.size
+    received = [np.empty(sizes[r]) for _ in range(p)]
+    moves = [("tree.broadcast", "(p-1)", lambda: tree.broadcast(x.copy(), comm),
+              cost.broadcast("tree", p, n, 8, r)),
+             ("tree.reduce", "(p-1)", lambda: tree.reduce(x.copy(), comm),
+              cost.reduce("tree", p, n, 8, r)),
+             ("alltoall.pairwise", "p (p-1)", lambda: alltoall.pairwise(pieces, received, comm),
+              cost.all_to_all("pairwise", sizes, 8, r))]
+    rows, off = [], 0
+    for name, messages, move, price in moves:
+        with comm.counting() as sent:
+            move()
+        off += abs(sent.bytes - price.bytes) + abs(sent.messages - price.messages)
+        everyone = np.array(lesson.collect([sent.messages, sent.bytes])).sum(0)
+        rows += [(f"{name}: messages", messages, None, everyone[0]),
+                 (f"{name}: bytes", "(p-1) 8 n", None, everyone[1])]
+    lesson.ledger(*rows, p=p, n=n)
+    lesson.check("each rank's own messages and bytes, against cost", off)
+
 
 @kit.breaks(cost, "chunks")
 def lost_remainder(n, p):
     """Chunks of n // p elements: the last n mod p belong to nobody.
 
-    Found in more than one ring; whoever tests with powers of two never sees it. Here every length
-    is cut by one function, as np.array_split does."""
+    Found in more than one ring; whoever tests with powers of two never sees it."""
     return [n // p] * p
 
 
@@ -147,97 +193,6 @@ def overwrites_input(x, out):
     return x if out is None and x.flags.c_contiguous else overwrites_input.original(x, out)
 
 
-# ---- what the screens above count
-
-def pair(lesson, left, right):
-    """Show two moves side by side, before and after, one row per rank."""
-    (name, before, after), (other, was, now) = left, right
-    lesson.say(f"\n{name:48}{other}")
-    lesson.rows(["before", "after", "|", "before", "after"],
-                [*map(brief, (before, after)), "|", *map(brief, (was, now))])
-
-
-def brief(x):
-    """A small array as text; of a long one the beginning; nothing as a dot."""
-    if x is None:
-        return "."
-    text = " ".join(map(str, x))
-    return f"[{text}]" if len(x) < 5 else f"[{x[0]} ..]"
-
-
-def priced(comm, n):
-    """Ledger rows: each of the six with the algorithm named, predicted and counted."""
-    p, r = comm.size, comm.rank
-    x, pieces = np.ones(n), np.ones(n // p)
-    rows = [("broadcast", "tree", "log2(p) S at the root", broadcast, x, n),
-            ("reduce", "tree", "S, but 0 at the root", reduce, x, n),
-            ("all_gather", "ring", "(p-1)/p S", all_gather, pieces, [n // p] * p),
-            ("reduce_scatter", "ring", "(p-1)/p S", reduce_scatter, x, [n // p] * p),
-            ("all_to_all", "pairwise", "(p-1)/p S", all_to_all, [pieces] * p, [n // p] * p),
-            ("all_reduce", "ring", "2(p-1)/p S", all_reduce, x, n)]
-    for name, algorithm, formula, move, given, sizes in rows:
-        with comm.counting() as counted:
-            move(given, comm, algorithm=algorithm)
-        price = getattr(cost, name)
-        args = (p, sizes, 8, r) if isinstance(sizes, int) else (sizes, 8, r)
-        yield f"{name} ({algorithm})", formula, price(algorithm, *args).bytes, counted.bytes
-
-
-def traffic(comm, n):
-    """Bytes out of and into my port, summing at a root and in a ring.  -> 4 numbers"""
-    ports = []
-    for algorithm in (tree.naive_all_reduce, ring.all_reduce):
-        with comm.recording() as events:
-            algorithm(np.ones(n), comm)
-        ports += [sum(e.nbytes for e in events if e.kind == kind) for kind in ("send", "recv")]
-    return ports
-
-
-def two_nodes(n, k=2, g=4):
-    """Ledger rows: a flat ring and a hierarchical all_reduce on k nodes of g thread ranks."""
-    def rank(comm):
-        node = comm.rank // g
-        groups = hierarchical.groups(comm, comm.split(node, name="node"))
-        with comm.recording() as flat:
-            ring.all_reduce(np.ones(n), comm)
-        with comm.counting() as counted:
-            hierarchical.all_reduce(np.ones(n), groups)
-        sent = [e for e in flat if e.kind == "send"]
-        return (sum(e.nbytes for e in sent), counted.bytes,
-                sum(e.nbytes for e in sent if e.peer // g != node), counted.by_group["rail"].bytes,
-                len(sent), counted.messages)
-    p, S = k * g, 8 * n
-    per_rank = np.array(run_threads(p, rank))
-    flat, tiered, flat_out, tiered_out = per_rank[:, :4].sum(0).tolist()
-    most = per_rank.max(0).tolist()
-    return [("all ranks, flat ring", "2(p-1) S", 2 * (p - 1) * S, flat),
-            ("all ranks, hierarchical", "2(p-1) S", 2 * (p - 1) * S, tiered),
-            ("out of one node, flat ring", "2(p-1)/p S", 2 * (p - 1) * S // p, flat_out // k),
-            ("out of one node, hierarchical", "2(k-1)/k S", 2 * (k - 1) * S // k, tiered_out // k),
-            ("busiest network port, flat ring", "2(p-1)/p S", 2 * (p - 1) * S // p, most[2]),
-            ("busiest network port, hierarchical", "2(k-1)/k S/g", 2 * (k - 1) * S // p, most[3]),
-            ("steps, flat ring", "2(p-1)", 2 * (p - 1), most[4]),
-            ("steps, hierarchical", "2(g-1) + 2(k-1)", 2 * (g - 1) + 2 * (k - 1), most[5])]
-
-
-def counted(comm, x, pieces, sizes):
-    """Ledger rows of the functions that the exercise asks for."""
-    p, r, n = comm.size, comm.rank, x.size
-    received = [np.empty(sizes[r]) for _ in range(p)]
-    moves = [("tree.broadcast", lambda: tree.broadcast(x.copy(), comm),
-              cost.broadcast("tree", p, n, 8, r)),
-             ("tree.reduce", lambda: tree.reduce(x.copy(), comm), cost.reduce("tree", p, n, 8, r)),
-             ("alltoall.pairwise", lambda: alltoall.pairwise(pieces, received, comm),
-              cost.all_to_all("pairwise", sizes, 8, r))]
-    predicted, messages = 0, 0
-    for name, move, price in moves:
-        with comm.counting() as sent:
-            move()
-        yield f"{name}: bytes", "see cost", price.bytes, sent.bytes
-        predicted, messages = predicted + price.messages, messages + sent.messages
-    yield "messages of the three", "see cost", predicted, messages
-
-
 def draw(figure, p=8):
     left, right = figure.subplots(1, 2)
     ranks = np.arange(p)
@@ -253,5 +208,10 @@ def draw(figure, p=8):
     right.legend()
 
 
+TAKEAWAY = "Ask of a collective: who ends up with what, and which port carries most?"
+FIELD = "the same names in torch.distributed and NCCL; MPI_Allreduce and so on"
+TRY = ["make a broadcast of a large array from two other moves: at what price?"]
+SCREENS = [six_moves, who_needs_them, two_halves, two_nodes, prove, lost_remainder]
+
 if __name__ == "__main__":
-    kit.run(main)
+    kit.run(SCREENS)

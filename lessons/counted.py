@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from minidist.engine import functional, optim
+from minidist.engine.tensor import Tensor
+
 
 class Counted(np.ndarray):
     """An array that counts what NumPy does with it; so do its results."""
@@ -52,3 +55,43 @@ def count(function, arrays):
     with counting() as c:
         results = function(*(x.view(Counted) for x in arrays))
     return c.products, c.others, sum(x.nbytes for x in (*arrays, *results))
+
+
+def operations(rows, T, D, H):
+    """The hot operations of a step.  -> {name: (function of arrays -> what it writes, arrays)}"""
+    rng, heads = np.random.default_rng(0), (rows, H, T, D // H)
+
+    def some(*shape):
+        return rng.standard_normal(shape, np.float32)
+
+    def run(op):
+        return lambda *arrays: [op(*map(Tensor, arrays)).data]
+
+    return {"layer_norm": (run(functional.layer_norm), [some(rows * T, D), some(D), some(D)]),
+            "linear fc1": (run(functional.linear),
+                           [some(rows * T, D), some(4 * D, D), some(4 * D)]),
+            "gelu": (run(functional.gelu), [some(rows * T, 4 * D)]),
+            "attention": (run(functional.scaled_dot_product_attention),
+                          [some(*heads) for _ in "qkv"]),
+            "AdamW, 4M parameters": (update, [some(2048, 2048) ** 2 for _ in "wgmv"])}
+
+
+def update(w, g, *moments):
+    """AdamW's second update of parameters w."""
+    p = Tensor(w, requires_grad=True)
+    p.name, p.decay, p.grad = "w", True, g
+    optimizer = optim.AdamW([p], 1e-3)
+    optimizer.state["w"], optimizer.t = moments, 1
+    optimizer.step()
+    return [w, *moments]
+
+
+def step(model, batch):
+    """Count one step.  -> (products, other flops) of forward, and of backward"""
+    for p in model.parameters():
+        p.data = p.data.view(Counted)
+    with counting() as c:
+        loss = model(batch)
+        forward = c.products, c.others
+        loss.backward()
+    return forward, (c.products - forward[0], c.others - forward[1])

@@ -1,103 +1,139 @@
 """DATA PARALLELISM      Can p ranks train one model p times as fast, and is it the same training?
 
   lifts   compute     each rank works on its rows of the batch: time per step / p
-  costs   bandwidth   one all_reduce of all gradients per step: 2(p-1)/p of the model per rank
+  costs   bandwidth   one all_reduce of all gradients per step, whatever the batch
   code    minidist/dp.py, minidist/buckets.py, minidist/placement.py (the gradient rule)
-  before  lessons.ring  (how the sum travels)                next  lessons.zero
   run     mpirun -n 4 python -m lessons.dp         or: python -m lessons.dp -n 4
 """
-import json
 from functools import partial
 
 import numpy as np
-from lessons import kit
-from minidist import buckets, cost, dp, ledger, placement, step, trace, verify
-from minidist.collectives import chosen
+
+from lessons import clock, kit, pictures, setting, textbook
+from minidist import buckets, cost, dp, placement, step, trace, verify
 from minidist.engine import nn, optim
-from minidist.engine.data import random_batch
-from minidist.engine.gpt import GPT, preset
 from minidist.mesh import DeviceMesh
 from minidist.ranks.comm import solo
 
 EXERCISE = [dp.share_rows, dp.start_equal, buckets.assign, placement.finalize]
 OPTIONS = {"trace": "write the timeline of the overlap as a Chrome/Perfetto trace"}
-VOCAB, CONTEXT, ROWS = 29, 16, 7
+ROWS, SHARE = 7, 40                                 # of a batch; per rank, where time is measured
 CAP, FIRST, ALL = 120_000, 40_000, 1 << 40          # bytes per bucket: some buckets, or one
 SGD = partial(optim.SGD, lr=0.5)
-ADAMW = partial(optim.AdamW, lr=3e-3, eps=verify.ADAMW_EPS)
-SHARE = 40                                          # rows per rank, where time is measured
-LATENCY, BANDWIDTH = 50e-6, 100e6                   # a slow link: 50 us, 100 MB/s
+LATENCY, BANDWIDTH = 50e-6, 20e6                    # a slow link: 50 us, 20 MB/s
 
 
-def main(lesson):
-    mesh = DeviceMesh(lesson.comm, dp=lesson.comm.size)
+def split_and_sum(lesson):
+    """Split the batch, sum the gradients
 
-    lesson.part("Split the batch, sum the gradients")
-    lesson.say(f"""
-        The loss is a sum over tokens, so its gradient is a sum over rows, wherever they are: here
-        {ROWS} rows, of different numbers of targets, on {mesh.describe()}.""")
-    sum_of_shares(lesson, mesh)
-    lesson.say("That is the whole method. What ends every backward, on every mesh:")
-    lesson.source(placement.finalize, "for comm")
+    The loss is a sum over tokens, so its gradient is a sum over rows, wherever they are: here
+    seven, of different numbers of targets. b is blocks.0.norm1.bias."""
+    mesh, reference = setting.mesh(lesson.comm, "dp"), setting.model()
+    model = dp.parallelize(setting.model(), mesh["dp"])
+    mine, b = model.localize(batch_at(0)), model.blocks[0].norm1.bias
+    model(mine).backward()
+    own = b.grad.copy()
+    placement.finalize(model.parameters(), mesh, 1)
+    reference(batch_at(0)).backward()
+    grads = [own, b.grad, reference.blocks[0].norm1.bias.grad]
+    lesson.rows(["rows", "targets", "dL/db of my rows", "sum over ranks", "one process"],
+                [str(mine.rows.tolist()), mine.count, *(f"{g[0]:+.6f}" for g in grads)])
+    lesson.check("b's gradient, against one process", kit.difference(*grads[1:]), 1e-12)
 
-    lesson.part("Sum or mean? And whose learning rate?")
-    lesson.say("Divide once, by the targets of the whole batch. Three ways, over 4 ranks:\n")
-    lesson.table(["gradient", "size", "off by", "loss, SGD", "loss, AdamW"],
-                 lesson.share(lambda: divisors(4)))
+
+def sum_or_mean(lesson):
+    """Sum or mean? And whose learning rate?
+
+    Divide once, by the targets of the whole batch. Three ways, over 4 ranks:"""
+    lesson.table(["gradient", "size", "off by", "loss, SGD", "loss, AdamW"], lesson.share(
+        lambda: textbook.divisors(setting.model, batch_at(0), 4, SGD, setting.ADAMW)))
     lesson.say("""
         AdamW divides by the size of the gradient, which hides the factor that ruins SGD: a curve
         that looks right proves nothing. And p ranks of B rows are one batch of p B rows: it may
         want a larger learning rate, as any large batch does; p itself changes nothing.""")
 
-    lesson.part("What does each rank hold?")
-    redundancy(lesson, mesh)
 
-    lesson.part("What does it cost?")
+def p_times_as_fast(lesson):
+    """p times as fast?
+
+    Gradients fill buckets, from the last layer to the first; a full bucket is summed in the
+    background, while backward goes on. Strictly in order, so that messages pair up:"""
+    lesson.source(buckets.Reducer.ready, "self.bucket_of", "self.launch")
     lesson.predict("1B parameters, float32 gradients, 8 ranks: each sends per step", 7, "GB",
-                   why="2 (p-1)/p x 4 GB, whatever the batch",
-                   mistakes={3.5: "the sum must also come back: twice (p-1)/p",
-                             4: "the sum must also come back", 8: "the limit for many ranks",
-                             28: "that is what the root of a plain sum sends"})
-    price(lesson, mesh)
+                   why="2 (p-1)/p x 4 GB", mistakes={
+                       3.5: "the sum must also come back", 4: "the sum must also come back",
+                       28: "that is what the root of a plain sum sends"})
+    lesson.predict("7 GB at 50 GB/s, 400 Tflop/s: tokens per GPU until backward hides it?",
+                   14000, "tokens", why="140 ms at 4 flops a parameter",
+                   mistakes={28000: "backward has 4 flops per parameter and token, not 2",
+                             9333: "the sum cannot start before backward does"})
+    pair = lesson.comm.split(0 if lesson.comm.rank < 2 else None, name="pair")
+    found = lesson.collect([timeline(pair, form) for form in FORMS.values()] if pair else None)
+    lines = {name: trace.spans([notes[i] for notes in found if notes])
+             for i, name in enumerate(FORMS)}
+    rows, left = [], {}
+    for name, spans in lines.items():
+        busy, hidden = trace.hidden(spans)
+        left[name] = busy - hidden
+        rows.append([name, *map(kit.duration, (trace.length(spans), busy, busy - hidden))])
+    lesson.table(["two ranks, 50 us, 20 MB/s", "forward to last sum", "wire busy", "of it visible"],
+                 rows)
+    alone = lesson.share(lambda: clock.best(
+        lambda: setting.model()(batch_at(0, 2 * SHARE)).backward(), 3))
+    lesson.fill(f"""
+        Least is visible here with {min(left, key=left.get)}. What cannot hide is the last bucket:
+        small ones pay latency, large ones a long tail. One rank takes {kit.duration(alone)} for all
+        rows, each of two ranks half of the flops: on this link and this machine two are
+        {alone / min(map(trace.length, lines.values())):.2f} times as fast.""")
+    lesson.figure(pictures.traces, lines)
+    if lesson.options.trace and lesson.comm.rank == 0:
+        pictures.chrome(lesson.options.trace, spans)
 
-    lesson.part("Send while backward is still running")
-    lesson.say("""
-        The last layer's gradient comes first, and nobody needs it before the step. So gradients
-        fill buckets, and a full bucket is summed in the background. Strictly in order: gradients
-        may come in another order on another rank, and messages must pair up.""")
-    lesson.source(buckets.Reducer.ready, "self.bucket_of")
-    overlap(lesson, mesh)
 
-    lesson.part("Is it the same training?")
-    prove(lesson)
-    lesson.part("Break it")
-    lesson.break_it(mean_of_means)
-    lesson.takeaway(
-        "DP buys time with bandwidth, and holds everything p times. What it sends does not grow "
-        "with the batch, so a larger batch hides it better.",
-        field="torch DistributedDataParallel (bucket_cap_mb=25, no_sync; it averages where we sum "
-              "and divide by tokens), Megatron-LM, Horovod",
-        tries=["which lines of the ledger change when the batch doubles? when p does?",
-               "why must the first bucket be small, and what does --trace out.json show?",
-               "write share_rows, start_equal, assign, finalize: --stub mine.py, --mine mine.py"])
+def bucketed(model, mesh, cap=CAP, first=FIRST):
+    return dp.DistributedDataParallel(model, mesh["dp"], cap, first)
+
+
+FORMS = {"one all_reduce per parameter": partial(setting.cut, way="dp"),
+         "buckets of 120 kB": bucketed, "one bucket": partial(bucketed, cap=ALL, first=ALL)}
+
+
+def timeline(pair, form):
+    """Run a step over the slow link, after a first one.  -> what I noted"""
+    mesh = setting.mesh(pair, "dp")
+    model = form(setting.model(), mesh)
+    mine = model.localize(batch_at(0, SHARE * pair.size))
+    with pair.link(LATENCY, BANDWIDTH):
+        return [trace.record(model, mine, pair, lambda: placement.finalize(
+            model.parameters(), mesh, 1)) for _ in range(2)][-1]
 
 
 def prove(lesson):
-    """Train on ragged batches, with dropout and accumulation, from another start on each rank."""
-    comm = lesson.comm
-    mesh = DeviceMesh(comm, dp=comm.size)
+    """Is it the same training, and what does it cost?
+
+    Ragged batches, dropout, two micro-batches, another start on each rank; SGD and AdamW. Then n
+    parameters in b buckets; f flags say which were used. Micro-batches send with the last only."""
+    comm, mesh = lesson.comm, setting.mesh(lesson.comm, "dp")
     dealt = buckets.assign([40, 40, 300, 10, 90, 5], cap=100, first=50)
     lesson.check("assign: a bucket closes once it has reached its limit",
                  dealt != [[0, 1], [2], [3, 4], [5]])
     lesson.check("finalize: 1 + ... + p, once / 10; rank 0's alone; nobody's", rule(mesh), 1e-15)
     batches = [batch_at(t) for t in range(3)]
-    for name, make in ("SGD", SGD), ("AdamW", ADAMW):
-        lesson.say(f"3 steps of {name}; loss, every gradient, every parameter after each:")
-        lesson.verdict(verify.train(lambda: start_of(comm.rank), make, ddp, mesh, batches,
-                                    num_microbatches=2))
-    model = ddp(model_of(), mesh)
-    lesson.ledger(("bytes per step", "2(p-1)/p (n + flags) x 8", predicted(model, mesh).bytes,
-                   traffic(lesson, model, 2).bytes))
+    for name, make in ("SGD", SGD), ("AdamW", setting.ADAMW):
+        verdict = verify.train(lambda: start_of(comm.rank), make, bucketed, mesh, batches,
+                               num_microbatches=2)
+        lesson.verdict(verdict, f"the same training, {name}")
+    with comm.counting() as start:
+        model = bucketed(setting.model(), mesh)
+    model.algorithm = "ring"
+    sent = [traffic(lesson, model, 1), traffic(lesson, model, 3)]
+    everyone = np.array(lesson.collect([*(n for _, n in sent), start.bytes])).sum(0)
+    lesson.ledger(("messages of a rank", "b 2(p-1)", None, sent[0][0]),
+                  ("bytes of a step, all ranks", "2(p-1) 8 (n+f)", None, everyone[0]),
+                  ("the same, 3 micro-batches", "2(p-1) 8 (n+f)", None, everyone[1]),
+                  ("bytes at the start, all ranks", "(p-1) 8 n", None, everyone[2]),
+                  p=comm.size, b=len(model.buckets), f=len(model.params),
+                  n=cost.gpt_parameters(cost.Sizes.of(model.config)))
 
 
 def rule(mesh):
@@ -113,8 +149,6 @@ def rule(mesh):
     return max(kit.difference(everybody.grad, [right, right]),
                kit.difference(first.grad, [0.1, 0.1]), nobody.grad is not None)
 
-
-# ---- breaks
 
 @kit.breaks(step, "train_step", first="mine =")
 def mean_of_means(model, batch, optimizer, mesh=None, num_microbatches=1, max_norm=None):
@@ -153,168 +187,34 @@ def sum_instead_of_mean(params, mesh, count):
 def no_broadcast(model, comm):
     """Replicas start from different values, as when every rank seeds by its own number.
 
-    The gradients of p different models are summed, and the sum is the gradient of none of them;
-    since all add the same sum, they stay different for ever."""
-
-
-# ---- the screens
-
-def sum_of_shares(lesson, mesh):
-    """Show each rank's share of the batch and of one gradient, and their sum."""
-    model, reference = dp.parallelize(model_of(), mesh["dp"]), model_of()
-    mine = model.localize(batch_at(0))
-    model(mine).backward()
-    b = model.blocks[0].norm1.bias
-    own = b.grad.copy()
-    placement.finalize(model.parameters(), mesh, 1)
-    reference(batch_at(0)).backward()
-    grads = [own, b.grad, reference.blocks[0].norm1.bias.grad]
-    lesson.rows(["rows", "targets", "dL/db of my rows", "sum over ranks", "one process"],
-                [str(mine.rows.tolist()), mine.count, *(f"{g[0]:+.6f}" for g in grads)])
-    lesson.check("b = blocks.0.norm1.bias, against one process", kit.difference(*grads[1:]), 1e-12)
-
-
-def divisors(p):
-    """Divide in three ways: size and error of the first gradient, loss after four steps."""
-    shares, count = batch_at(0).split(p), batch_at(0).count
-    ways = {"the sum over all tokens, / all targets": [1 / count] * p,
-            "the sum of the ranks' means": [1 / share.count for share in shares],
-            "the mean of the ranks' means": [1 / share.count / p for share in shares]}
-    rows, right = [], None
-    for name, weights in ways.items():
-        g, after = weighted(SGD, shares, weights)
-        right = g if right is None else right
-        sizes = [np.linalg.norm(x) / np.linalg.norm(right) for x in (g, g - right)]
-        after = [after, weighted(ADAMW, shares, weights)[1]]
-        rows.append([name, *(f"{x:.2f}" for x in sizes + after)])
-    return rows
-
-
-def redundancy(lesson, mesh):
-    """Show that P, G and O are complete on every rank; A is not."""
-    model = ddp(model_of(), mesh)
-    optimizer, mine = ADAMW(model.parameters()), model.localize(batch_at(0))
-    step.train_step(model, batch_at(0), optimizer, mesh)
-    held = ledger.held(model, optimizer, model(mine), batch=mine)
-    lesson.rows(["P parameters", "G gradients", "O AdamW's state", "A activations"],
-                [kit.size(x) for x in held])
-    lesson.say(f"""
-        Only A shrinks with a rank's share of the rows. P, G and O are held {lesson.comm.size} times
-        over: what does not fit one rank does not fit DP. ZeRO will remove that.""")
-
-
-def price(lesson, mesh):
-    """Predict and count what one step sends, and the broadcast at the start."""
-    p, rank = mesh.sizes["dp"], mesh.coords["dp"]
-    with lesson.comm.counting() as start:
-        model = ddp(model_of(), mesh)
-    price, once = predicted(model, mesh), traffic(lesson, model, 1)
-    params = model.parameters()
-    begin = sum(cost.Group(p, rank, chosen).broadcast(q.size, 8).bytes for q in params)
-    lesson.ledger(
-        ("all_reduces per step", "one per bucket", len(model.buckets), once.calls),
-        ("messages per step", "by size and algorithm", price.messages, once.messages),
-        ("bytes per step", "2(p-1)/p (n + flags) x 8", price.bytes, once.bytes),
-        ("bytes, 3 micro-batches", "the same", price.bytes, traffic(lesson, model, 3).bytes),
-        ("bytes at the start", "a broadcast of n x 8", begin, start.by_label["broadcast"].bytes))
-    lesson.say(f"""
-        n = {sum(q.size for q in params)}; {len(params)} flags say which parameters were used.
-        Three micro-batches send only with the last one: accumulation saves activations,
-        and costs no traffic.""")
-
-
-def overlap(lesson, mesh):
-    """Run one step over the slow link: nothing hidden, all in one piece, most of it hidden."""
-    forms = {"one all_reduce per parameter": lambda model, mesh: dp.parallelize(model, mesh["dp"]),
-             "one bucket": partial(ddp, cap=ALL, first=ALL), f"buckets of {kit.size(CAP)}": ddp}
-    lines, rows = {}, []
-    for name, form in forms.items():
-        lines[name] = spans = timeline(lesson, mesh, form)
-        busy, hidden = trace.hidden(spans)
-        rows.append([name, kit.duration(trace.length(spans)), kit.duration(busy),
-                     f"{100 * hidden / (busy or 1):.0f} %"])
-    lesson.table([f"link: {kit.duration(LATENCY)}, {kit.size(BANDWIDTH)}/s",
-                  "forward to last sum", "wire busy", "of that, behind backward"], rows)
-    lesson.say("""
-        From the event log, mean over ranks. What stays visible is the last bucket, which cannot
-        leave before the last gradient. So: small buckets pay latency, large ones a long tail.""")
-    lesson.figure(draw, lines)
-    if lesson.options.trace and lesson.comm.rank == 0:
-        with open(lesson.options.trace, "w") as file:
-            json.dump(trace.chrome(spans), file)
-        lesson.say(f"trace: {lesson.options.trace}  (open it in ui.perfetto.dev)")
-
-
-def timeline(lesson, mesh, form):
-    """Run a step over the slow link.  -> the spans of all ranks, of the fastest of three tries"""
-    model, tries = form(model_of(), mesh), []
-    mine = model.localize(batch_at(0, SHARE * mesh.sizes["dp"]))
-    with lesson.comm.link(LATENCY, BANDWIDTH):
-        for _ in range(3):
-            lesson.comm.barrier()
-            tries.append(trace.record(model, mine, lesson.comm, lambda: placement.finalize(
-                model.parameters(), mesh, 1)))
-    return min(map(trace.spans, zip(*lesson.collect(tries))), key=trace.length)
-
-
-def draw(figure, lines):
-    end = max(map(trace.length, lines.values()))
-    panels = figure.subplots(len(lines), 1, sharex=True)
-    for axes, (name, spans) in zip(panels, lines.items()):
-        trace.draw(axes, [s for s in spans if s.rank < 2], min(s.start for s in spans))
-        axes.set_title(name, loc="left", fontsize=10)
-        axes.set_xlim(0, 1e3 * end)
-    axes.set_xlabel("milliseconds     blue: forward   orange: backward   green: messages under way")
-
-
-# ---- the setting
-
-def model_of(seed=0, dropout=0.0):
-    return GPT(preset("lesson", vocab=VOCAB, dropout=dropout), seed, np.float64)
+    The sum of p models' gradients is the gradient of none of them."""
 
 
 def start_of(rank):
     """Make a model with dropout whose values depend on the rank."""
-    model = model_of(dropout=0.1)
-    for p, other in zip(model.parameters(), model_of(seed=rank).parameters()):
+    model = setting.model(dropout=0.1)
+    for p, other in zip(model.parameters(), setting.model(seed=rank).parameters()):
         p.data[...] = other.data
     return model
 
 
-def ddp(model, mesh, cap=CAP, first=FIRST):
-    return dp.DistributedDataParallel(model, mesh["dp"], cap, first)
-
-
 def batch_at(step, rows=ROWS):
-    return random_batch(VOCAB, CONTEXT, rows, seed=1, step=step)
+    return setting.words(rows, step, ragged=True, seed=1)
 
 
-def predicted(model, mesh):
-    group = cost.Group(mesh.sizes["dp"], mesh.coords["dp"], chosen)
-    return cost.ddp([b.flat.size for b in model.buckets], group, 8)
-
-
-def traffic(lesson, model, microbatches):
-    """Count what forward and backward of one batch send."""
+def traffic(lesson, model, passes):
+    """Count what forward and backward of one batch send.  -> messages, bytes"""
     model.zero_grad()
     with lesson.comm.counting() as counted:
-        with step.summing(model, microbatches):
-            step.accumulate(model, model.localize(batch_at(0)).split(microbatches))
-    return counted
+        with step.summing(model, passes):
+            step.accumulate(model, model.localize(batch_at(0)).split(passes))
+    return counted.messages, counted.bytes
 
 
-def weighted(make, shares, weights, steps=4):
-    """Train one process on weighted shares.  -> its first gradient, its last loss per target"""
-    model, grads = model_of(), []
-    optimizer = make(model.parameters())
-    for _ in range(steps):
-        model.zero_grad()
-        for share, weight in zip(shares, weights):
-            (model(share) * weight).backward()
-        grads.append(np.concatenate([p.grad.reshape(-1) for p in model.parameters()]))
-        optimizer.step()
-    return grads[0], model(batch_at(0)).item() / batch_at(0).count
-
+TAKEAWAY = "DP buys time with bandwidth, which a larger batch hides; it holds everything p times."
+FIELD = "torch DistributedDataParallel (it averages where we sum and divide by tokens), Horovod"
+TRY = ["why must the first bucket be small, and what does --trace out.json show?"]
+SCREENS = [split_and_sum, sum_or_mean, p_times_as_fast, prove, mean_of_means]
 
 if __name__ == "__main__":
-    kit.run(main)
+    kit.run(SCREENS)

@@ -54,7 +54,6 @@ import os
 import sys
 import textwrap
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -62,7 +61,7 @@ import numpy as np
 from lessons import between, exercises, formula, guess, pictures, substitute, tables
 from lessons.script import need_terminal, parse, read
 from lessons.substitute import breaks
-from lessons.tables import duration, fold, size
+from lessons.tables import difference, duration, fold, size
 from minidist import flags
 from minidist.ranks import launch
 from minidist.ranks.comm import run_threads, solo, world
@@ -117,17 +116,6 @@ def _session(comm, script, options, out, ranks=None):
     return result
 
 
-def difference(x, reference):
-    """Relative difference, max|x - reference| / max|reference|; inf if shapes differ."""
-    x, reference = np.asarray(x), np.asarray(reference)
-    if x.shape != reference.shape:
-        return float("inf")
-    if not x.size:
-        return 0.0
-    scale = float(np.max(np.abs(reference))) or 1.0
-    return float(np.max(np.abs(x - reference))) / scale
-
-
 class Lesson:
     """What a lesson talks to: prints from rank 0, compares on all ranks, remembers what failed."""
 
@@ -136,7 +124,8 @@ class Lesson:
         self.comm = comm.split(0, name="world")
         self.side = comm.split(0, name="kit")              # its messages are not the lesson's
         self.checks, self.counts, self.broken, self.guesses = [], [], [], []
-        self.shown, self.terse = 0, False   # terse: print only what is wrong
+        self.shown, self.pictures, self.letters = 0, "", ""
+        self.terse = False                                 # print only what is wrong
 
     # ---- showing
 
@@ -145,9 +134,6 @@ class Lesson:
         self.shown += 1
         bug = hasattr(function, "replaces")
         title, _, words = (inspect.getdoc(function) or "").partition("\n\n")
-        if function.__name__ == "main":
-            self.shown = 0
-            return function(self)
         self.heading(f"{self.shown}  {'Break it' if bug else title}")
         if bug:
             return self.break_it(function)
@@ -184,7 +170,7 @@ class Lesson:
         if self.comm.rank == 0 and not self.options.no_figure:
             path = os.path.join(self.options.out, (name or self.script.name) + ".png")
             pictures.save(path, draw, *data)
-            self.say(f"picture: {path}")
+            self.pictures += f"   picture: {path}"
 
     # ---- guessing
 
@@ -227,7 +213,7 @@ class Lesson:
         parameters" names one for the rows below it.  predicted: None where only the formula says"""
         own = []
         for quantity, text, predicted, counted in rows:
-            worked_out = self._worked_out(text, letters, predicted)
+            worked_out = formula.value(text, letters)
             predicted = worked_out if predicted is None else np.asarray(predicted).item()
             letters[quantity.partition("  ")[0]] = predicted
             own.append([_whole(x) for x in (predicted, np.asarray(counted).item(), worked_out)])
@@ -242,41 +228,30 @@ class Lesson:
                                     measured=counted, ok=ok))
             if not (self.terse and ok):
                 shown.append([quantity, text, predicted, counted, self._mark(ok, rank)])
+        formulas = " ".join(row[1] for row in shown)
         if shown:
-            self.table(["quantity", "formula", "predicted", "counted", ""], shown)
-        self._letters(shown, [row[0].partition("  ")[0] for row in rows], letters)
+            header = ["quantity", "formula", "predicted", "counted", ""]
+            if max(map(len, tables.table(header, shown))) > tables.WIDTH - 2:
+                header, *shown = [row[:1] + row[2:] for row in [header, *shown]]
+            self.table(header, shown)
+        self._letters(formulas, [row[0].partition("  ")[0] for row in rows], letters)
 
-    def _worked_out(self, text, letters, predicted):            # until all lessons have SCREENS
-        try:
-            return formula.value(text, letters)
-        except (NameError, SyntaxError, TypeError):
-            if self.script.screens[0].__name__ == "main":
-                return np.asarray(predicted).item()
-            raise
-
-    def part(self, title):
-        self.shown += 1
-        self.heading(f"{self.shown}  {title}")
-
-    def gap(self):
-        pass
-
-    def takeaway(self, sentence, field="", tries=()):
-        self.script = replace(self.script, close=(sentence, field, tries))
-
-    def _letters(self, shown, defined, letters):
+    def _letters(self, formulas, defined, letters):
         """The line under a ledger that says what its letters stand for."""
         given = {name: value for name, value in letters.items() if name not in defined}
-        names = formula.used(" ".join(row[1] for row in shown), given)
-        if names and not self.terse:
-            self.say("   where " + ", ".join(f"{name} = {tables.cell(letters[name])}"
-                                            for name in names))
+        names = formula.used(formulas, given)
+        text = ", ".join(f"{name} = {tables.cell(letters[name])}" for name in names)
+        if text not in (self.letters, "") and not self.terse:          # once is enough
+            self.say("   where " + text)
+            self.letters = text
 
     def verdict(self, verdict, name="the same training"):
         """Print verify's comparison with one-process training and count it as a check.  -> bool"""
-        self.say(verdict.line())
-        self.checks.append(dict(name=name, error=float(verdict.worst),
-                                bound=verdict.bound, ok=bool(verdict.equal)))
+        if not isinstance(verdict, dict):                  # from another rank: as data
+            verdict = dict(vars(verdict), text=verdict.line())
+        self.say(verdict["text"])
+        self.checks.append(dict(name=name, error=float(verdict["worst"]), bound=verdict["bound"],
+                                ok=bool(verdict["equal"])))
         return self.checks[-1]["ok"]
 
     def break_it(self, bug):
@@ -327,7 +302,7 @@ class Lesson:
         ranks = "1 rank" if self.comm.size == 1 else f"{self.comm.size} ranks"
         failed = [r.get("name") or r["quantity"]
                   for r in self.checks + self.counts + self.broken if not r["ok"]]
-        self.say(f"{seconds:.1f} s, {ranks}"
+        self.say(f"{seconds:.1f} s, {ranks}{self.pictures}"
                  + (f"   FAILED: {', '.join(failed)}" if failed else ""))
 
     def _mark(self, ok, rank):

@@ -1,27 +1,24 @@
 """MEMORY      What fills a GPU during training, and how much of it is there twice?
 
   lifts   nothing     it counts what ZeRO, tp, pp, recompute and offload will cut or move
-  costs   memory      16 bytes per parameter before the first token, whatever the batch
+  costs   memory      so many bytes per parameter before the first token, whatever the batch
   code    minidist/ledger.py, minidist/cost/model.py
-  before  lessons.step  (what a step keeps)             next  lessons.collectives
   run     mpirun -n 4 python -m lessons.memory        or: python -m lessons.memory -n 4
 """
 import tracemalloc
 import zlib
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
-from lessons import kit
-from minidist import cost, dp, ledger, step
-from minidist.engine import attention, graph, nn, optim
-from minidist.engine.data import random_batch
-from minidist.engine.gpt import GPT, preset
-from minidist.mesh import DeviceMesh
+from lessons import kit, pictures, setting
+from minidist import cost, ledger, step
+from minidist.engine import graph, nn, optim
+from minidist.engine.tensor import Tensor, graph_bytes
+from minidist.ranks.comm import run_threads
 
 EXERCISE = [ledger.held]
-VOCAB, ROWS = 29, 12                                  # 12 rows: shared by 1, 2, 3 or 4 ranks
+ROWS = 12                                             # shared by 1, 2, 3 or 4 ranks
 BYTES = {"fp16": np.float16, "fp32": np.float32}      # bf16 is as large as fp16
 RECIPES = [("float32", "fp32", "fp32", 0), ("mixed, fp16 gradients", "fp16", "fp16", 1),
            ("mixed, bf16 with fp32 gradients", "fp16", "fp32", 1)]
@@ -30,74 +27,132 @@ ONE_B = cost.Sizes(D=2048, L=20, T=2048, V=2048, H=16)        # 12 L D^2 = 1.0e9
 GPU = 80e9                                            # an H100
 
 
-def main(lesson):
-    lesson.part("Four kinds of memory, counted from the arrays that hold them")
-    lesson.source(ledger.held)
-    lesson.say("""
-        graph_bytes follows the tape and counts every buffer once, however many views it has. Is
-        anything missing? Python's own allocator knows nothing of tapes, and is asked as well:
-        """)
-    against_allocator(lesson)
+def bytes_per_parameter(lesson):
+    """Bytes per parameter
 
-    lesson.part("Bytes per parameter")
-    lesson.say("P, G, O of a million parameters under AdamW, from arrays:\n")
-    sums = recipes(lesson)
-    lesson.say("""
-        fp16 keeps a master copy of the weights in fp32: an update is often smaller than the last
-        digit of a 16-bit weight. With m and v that makes the O of 12 bytes. Inference: 2 bytes.""")
-    lesson.predict("1B parameters, mixed precision: GB before the first token?", sums[1], "GB",
+    P are parameters, G gradients, O the optimizer's state, A activations. AdamW keeps two running
+    means per parameter in fp32, and beside fp16 weights a master copy of them in fp32."""
+    lesson.predict("1B parameters, mixed precision, fp16: GB before the first token?", 16, "GB",
                    why="2 + 2 + 4 + 4 + 4", mistakes={2: "only the weights", 4: "no optimizer",
-                                                      12: "only the optimizer"})
-
-    lesson.part("The article's sum, corrected")
-    article(lesson, sums[1])
-
-    lesson.part("Memory in the course of one step")
+                                                      12: "only the optimizer's three"})
+    lesson.table(["a million, from arrays", "P", "G", "O", "sum", "of 1B parameters"],
+                 [made(*recipe) for recipe in RECIPES])
     lesson.say("""
-        Forward grows A, part by part; backward frees A and fills G; the update needs P, G and O.
-        The peak comes where forward ends. Twice the rows: twice the A, and nothing else.
+        An update is often smaller than a 16-bit weight's last digit: hence the master copy.""")
+
+
+def made(name, weights, grads, master, n=10 ** 6):
+    """Make the arrays of a recipe.  -> its row of the table"""
+    P, G = (np.zeros(n, BYTES[kind]).nbytes for kind in (weights, grads))
+    state = sum(np.zeros(n, np.float32).nbytes for _ in range(2 + master))
+    total = (P + G + state) // n
+    return name, P // n, G // n, state // n, total, kit.size(total * 1e9)
+
+
+def the_article_corrected(lesson):
+    """The article's sum, corrected
+
+    A is 34 s b h + 5 a s^2 b bytes per layer (lessons.step): s tokens, b sequences, width h, a
+    heads. The 1B model here: h = 2048, 20 layers, 16 heads. GPT-3: 12288, 96, 96."""
+    lesson.predict("GPT-3, one sequence of 2048 tokens: GB of activations?", 275, "GB",
+                   why="2.87 GB per layer", mistakes={2.87: "that is one layer of 96"})
+    big, A = cost.gpt_parameters(GPT3), [s.L * cost.textbook_activations(s) for s in (ONE_B, GPT3)]
+    lesson.table(["", "the article", "counted"], [
+        ("1B: P + G + O", "2 + 2 + 12 GB", "16 GB"),
+        ("1B: A", "4 to 8 GB", f"{kit.size(A[0])} per sequence of {ONE_B.T} tokens"),
+        ("1B: all", "16 to 20 GB", "20 to 24 GB, by its own A"),
+        ("GPT-3: P + G + O", "about 3 TB", f"{kit.size(16 * big)} for {big / 1e9:.1f}B parameters"),
+        ("GPT-3: A", "", f"{kit.size(A[1])} per sequence of {GPT3.T} tokens")])
+    lesson.fill(f"""
+        16 GB is the sum *before* activations: the article left them out. A sequence of GPT-3 costs
+        {A[1] / 2 / big:.1f} of its weights, so nobody keeps it all. P + G + O alone fill
+        {16 * big / GPU:.0f} H100s.""")
+
+
+def over_a_step(lesson):
+    """Memory in the course of one step
+
+    Forward grows A, part by part; backward frees A and fills G; the update needs P, G and O. The
+    peak comes where forward ends. Twice the rows: twice the A, and nothing else."""
+    (model, optimizer), runs = trained(), {}
+    for rows in (ROWS, 2 * ROWS):
+        runs[rows] = ledger.over_step(model, setting.words(rows, 1), optimizer)
+    table = []
+    for rows, events in runs.items():
+        last = max(i for i, (phase, _) in enumerate(events) if phase == "forward")
+        for name, (_, held) in (("forward ends", events[last]), ("backward ends", events[-1])):
+            table.append([rows, name, *map(kit.size, held), kit.size(sum(held))])
+    lesson.table(["rows", "when", "P", "G", "O", "A", "all"], table)
+    lesson.figure(pictures.memory, {f"{rows} rows": events for rows, events in runs.items()})
+
+
+def who_holds_what(lesson):
+    """A group that shares the batch: who holds what?"""
+    p, (held, prints) = lesson.comm.size, after_a_step(lesson.comm, "dp")
+    lesson.rows(["P parameters", "G gradients", "O AdamW's state", "A activations", "P, G, O are"],
+                [*map(kit.size, held), " ".join(prints)])
+    copies = f"{p - 1} of {p} copies add nothing" if p > 1 else "more ranks would hold copies"
+    lesson.fill(f"""
+        P, G and O are the same bytes everywhere (see their checksums): {copies}. A is shared, not
+        copied. DP makes A fit, never the model. Four axes can be cut; then one of four ranks holds:
         """)
-    over_step(lesson)
+    one, *cuts = lesson.share(lambda: [four_axes(axis) for axis in ("", *AXES)])
+    lesson.table(["cut into four", "P + G + O", "of it all", "A", "of it all"],
+                 [(AXES[axis], kit.size(states), f"{states / one[0]:.0%}", kit.size(A),
+                   f"{A / one[1]:.0%}") for axis, (states, A) in zip(AXES, cuts)])
 
-    lesson.part("A group that shares the batch: who holds what?")
-    redundancy(lesson)
 
-    lesson.part("Is it right?")
-    prove(lesson)
-    lesson.part("Break it")
-    lesson.break_it(views_count)
-    lesson.takeaway(
-        "P, G, O: 16 bytes per parameter, the same on every rank of DP. A: as the batch, shared.",
-        field="model states and residual states (ZeRO); torch.cuda.memory_allocated",
-        tries=["which recipe lets 1B parameters fit 16 GB, with room for activations?",
-               "at which T is A of GPT-3 as large as its P + G + O, one sequence at a time?",
-               "write held yourself: python -m lessons.memory --stub mine.py; then --mine mine.py"])
+AXES = {"dp": "the batch (dp)", "tp": "inside each layer (tp)", "pp": "the layers: one block (pp)",
+        "again": "the sequence as well (tp + sp)"}
+
+
+def four_axes(axis):
+    """Train a step with one axis cut into four.  -> bytes of P + G + O, of A, on rank 0"""
+    def rank(comm):
+        model, batch = setting.model(dtype=np.float32), setting.words(ROWS)
+        if axis == "pp":
+            block, x = model.blocks[0], np.ones((ROWS, setting.CONTEXT, 48), np.float32)
+            y = block(Tensor(x, requires_grad=True), batch)
+            return (4 * sum(p.data.nbytes for p in block.parameters()),
+                    graph_bytes(y, exclude=ledger.known(block, batch)))
+        held, _ = after_a_step(comm, axis)
+        return sum(held[:3]), held.activations
+    return run_threads(4 if axis else 1, rank)[0]
 
 
 def prove(lesson):
-    """Ledger against cost and allocator; rows double A only; copies against shares."""
-    c, (model, optimizer) = preset("lesson", VOCAB), setting()
-    P = 4 * cost.gpt_parameters(cost.Sizes.of(c))
-    small, held = (held_after(model, optimizer, rows) for rows in (ROWS // 2, ROWS))
-    lesson.ledger(("P, whatever the batch", "4 n", P, held.parameters),
-                  ("G, whatever the batch", "P", P, held.gradients),
-                  ("O, whatever the batch", "2 P", 2 * P, held.optimizer),
-                  (f"A of {ROWS} rows", "cost.gpt_activations", activations(ROWS),
+    """Is it right?
+
+    Ledger against formula: N tokens in 12 rows, n of them with a target, 4 bytes per number. And
+    Python's own allocator, which knows nothing of tapes, is asked what a forward has taken."""
+    model, optimizer = trained()
+    s = cost.Sizes.of(model.config, B=ROWS)
+    P, A, p = 4 * cost.gpt_parameters(s), cost.gpt_activations(s), lesson.comm.size
+    small, held = (ledger.held(model, optimizer, model(batch), batch=batch)
+                   for batch in (setting.words(ROWS // 2, 1), setting.words(ROWS, 1)))
+    mine, prints = after_a_step(lesson.comm, "dp")
+    states, shares = np.array(lesson.collect([sum(mine[:3]), mine.activations])).sum(0)
+    lesson.ledger(("P  parameters", "4 (12 L D^2 + 13 L D + (V+T+2) D)", P, held.parameters),
+                  ("G  gradients", "P", P, held.gradients),
+                  ("O  AdamW's state", "2 P", 2 * P, held.optimizer),
+                  ("A  activations", "4 N (L (16 D+2+H T) + 2 D+3+V) + 8 (2 n+T)", A,
                    held.activations),
-                  (f"A of {ROWS // 2} rows", "half, and 8 T / 2", activations(ROWS // 2),
-                   small.activations),
-                  *shared(lesson, held))
-    against_allocator(lesson)
+                  ("A of half the rows", "(A + 8 T) / 2", None, small.activations),
+                  ("P + G + O of all ranks", "p (P + G + O)", 4 * p * P, states),
+                  ("A of all ranks", "A + 8 (p-1) T", None, shares),
+                  ("different P, G, O", "3", None,
+                   sum(len(set(column)) for column in zip(*lesson.collect(prints)))),
+                  **setting.letters(s, "NTDHLV", n=s.N, p=p))
+    kept, given = lesson.share(traced)
+    lesson.check("A, against the allocator", abs(kept / given - 1), 0.03,
+                 note=f"{kit.size(kept)}, {kit.size(given)}")
 
-
-# ---- breaks
 
 @kit.breaks(graph, "buffer")
 def views_count(array):
     """A view counts as memory of its own, beside the array that it looks into.
 
-    q, k and v look into one projection; a reshape is not a copy. Tools that add up tensors instead
-    of buffers report far more than a GPU has."""
+    q, k and v look into one projection. Tools that add up tensors report more than a GPU has."""
     return array
 
 
@@ -119,18 +174,17 @@ def tied_twice(module):
     return [p for _, _, p in module.slots()]
 
 
-# ---- the screens
-
-def against_allocator(lesson):
-    """Compare what the ledger says a forward keeps with what Python's allocator has given out."""
-    kept, given = lesson.share(traced)
-    lesson.check(f"A after forward: ledger {kit.size(kept)}, allocator {kit.size(given)}",
-                 abs(kept / given - 1), 0.03)
+def trained():
+    """A small GPT in float32, whose optimizer has its state: one step is done."""
+    model = setting.model(dtype=np.float32)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    step.train_step(model, setting.words(ROWS), optimizer)
+    return model, optimizer
 
 
 def traced():
     """Trace one forward.  -> bytes by ledger, bytes by tracemalloc"""
-    model, batch = setting()[0], random_batch(VOCAB, 16, 64, seed=0, step=0)
+    model, batch = trained()[0], setting.words(64)
     model(batch)                                      # what is made once, and kept for ever
     tracemalloc.start()
     try:
@@ -141,112 +195,11 @@ def traced():
     return ledger.held(model, None, loss, batch=batch).activations, given
 
 
-def recipes(lesson, n=10 ** 6):
-    """Make the arrays of every recipe, print their sizes.  -> bytes per parameter of each"""
-    rows, sums = [], []
-    for name, weights, grads, master in RECIPES:
-        P, G = (np.zeros(n, BYTES[kind]) for kind in (weights, grads))
-        state = [np.zeros(n, np.float32) for _ in range(2 + master)]
-        held = [P.nbytes, G.nbytes, sum(x.nbytes for x in state)]
-        sums.append(sum(held) / n)
-        rows.append([name, *(x // n for x in held), int(sums[-1]), kit.size(sums[-1] * 1e9)])
-    lesson.table(["recipe", "P", "G", "O", "sum", "of 1B parameters"], rows)
-    return sums
-
-
-def article(lesson, per_parameter):
-    """The four classes of 1B parameters and of GPT-3, beside what the article says."""
-    big = cost.gpt_parameters(GPT3)
-    kept = [c.L * cost.textbook_activations(c) for c in (ONE_B, GPT3)]
-    model_states, gpus = per_parameter * 175e9, per_parameter * 175e9 / GPU
-    sums = [f"{per_parameter + A:.0f} GB" for A in (4, 8)]
-    lesson.table(["", "the article", "counted"], [
-        ("1B: P + G + O", "2 + 2 + 12 GB", kit.size(per_parameter * 1e9)),
-        ("1B: A", "4 to 8 GB", f"{kit.size(kept[0])} per sequence of {ONE_B.T} tokens"),
-        ("1B: all", "16 to 20 GB", " to ".join(sums) + ", by its own A"),
-        ("GPT-3: parameters", "175B", f"{big / 1e9:.1f}B"),
-        ("GPT-3: P + G + O", "about 3 TB", kit.size(model_states)),
-        ("GPT-3: A", "", f"{kit.size(kept[1])} per sequence of {GPT3.T} tokens")])
-    lesson.say(f"""
-        16 GB is the sum *before* activations: the article left them out of its total. A is
-        34 s b h + 5 a s^2 b bytes per layer: one sequence costs {kept[1] / 350e9:.1f} of what the
-        weights take, so nobody keeps it all (flash, recompute). P + G + O: {gpus:.0f} H100s.""")
-
-
-def over_step(lesson):
-    """Sample a step at two batch sizes, and show the turning points."""
-    runs = {rows: lesson.share(partial(sampled, rows)) for rows in (ROWS, 2 * ROWS)}
-    table = []
-    for rows, events in runs.items():
-        last = max(i for i, (phase, _) in enumerate(events) if phase == "forward")
-        for name, (_, held) in (("forward ends", events[last]), ("backward ends", events[-1])):
-            table.append([rows, name, *map(kit.size, held), kit.size(sum(held))])
-    lesson.table(["rows", "when", "P", "G", "O", "A", "all"], table)
-    lesson.figure(draw, runs)
-
-
-def sampled(rows):
-    """One step, counted after each part of the model and each gradient."""
-    model, optimizer = setting()
-    return ledger.over_step(model, random_batch(VOCAB, 16, rows, 0, 1, False), optimizer)
-
-
-def redundancy(lesson):
-    """A row of every rank; then how many bytes there are, and how many different ones."""
-    p = lesson.comm.size
-    held, prints = on_a_rank(lesson)
-    lesson.rows(["P parameters", "G gradients", "O AdamW's state", "A activations", "P, G, O are"],
-                [*map(kit.size, held), " ".join(prints)])
-    once = held_after(*setting(), ROWS)
-    everyone = np.array(lesson.collect(list(held))).sum(0)
-    lesson.table(["", "one process", "all ranks", "of it copies"],
-                 [(name, kit.size(one), kit.size(int(every)), f"{1 - one / every:.0%}")
-                  for name, one, every in zip("PGOA", once, everyone)])
-    copies = f"{p - 1} of {p} copies add nothing" if p > 1 else "more ranks would hold copies"
-    lesson.say(f"""
-        P, G and O are the same bytes everywhere (see their checksums): {copies}.
-        A is cut, not copied. So DP makes A fit, never the model; ZeRO-1 shares O, ZeRO-2
-        also G, ZeRO-3 also P: then 16/p bytes per parameter.""")
-
-
-def shared(lesson, once):
-    """Ledger rows: P, G, O in p equal copies; shares of A add up to that of one process."""
-    p, (held, prints) = lesson.comm.size, on_a_rank(lesson)
-    model_states, A = np.array(lesson.collect([sum(held[:3]), held.activations])).sum(0)
-    distinct = [len(set(column)) for column in zip(*lesson.collect(prints))]
-    return [("P + G + O, all ranks together", "p times one process",
-             p * sum(once[:3]), model_states),
-            ("different ones among the ranks", "1 P, 1 G, 1 O", 3, sum(distinct)),
-            ("A, all ranks together", "one process + 8 (p-1) T",
-             once.activations + 8 * (p - 1) * preset("lesson", VOCAB).context, A)]
-
-
-# ---- the setting
-
-def setting():
-    """A small GPT in float32, whose optimizer has its state: one step is done."""
-    model = GPT(preset("lesson", VOCAB))
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
-    step.train_step(model, random_batch(VOCAB, 16, ROWS, 0, 0, ragged=False), optimizer)
-    return model, optimizer
-
-
-def held_after(model, optimizer, rows):
-    """P, G and O after a step, and A after the next forward."""
-    batch = random_batch(VOCAB, 16, rows, 0, 1, ragged=False)
-    return ledger.held(model, optimizer, model(batch), batch=batch)
-
-
-def activations(rows):
-    return cost.gpt_activations(cost.Sizes.of(preset("lesson", VOCAB), B=rows, tile=attention.TILE))
-
-
-def on_a_rank(lesson):
-    """Take a DP step, and the next forward.  -> what this rank holds, checksums of P, G and O"""
-    model, mesh = GPT(preset("lesson", VOCAB)), DeviceMesh(lesson.comm, dp=lesson.comm.size)
-    dp.parallelize(model, mesh["dp"])
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
-    batch = random_batch(VOCAB, 16, ROWS, 0, 0, ragged=False)
+def after_a_step(comm, way):
+    """Cut, take a step, and the next forward.  -> what this rank holds, checksums of P, G and O"""
+    mesh = setting.mesh(comm, "dp" if way == "dp" else "tp")
+    model = setting.cut(setting.model(dtype=np.float32), mesh, way)
+    optimizer, batch = setting.ADAMW(model.parameters()), setting.words(ROWS)
     step.train_step(model, batch, optimizer, mesh)
     mine, params = model.localize(batch), model.parameters()
     held = ledger.held(model, optimizer, model(mine), batch=mine)
@@ -255,19 +208,11 @@ def on_a_rank(lesson):
     return held, [f"{zlib.crc32(b''.join(x.tobytes() for x in kind)):08x}" for kind in kinds]
 
 
-def draw(figure, runs):
-    for axes, (rows, events) in zip(figure.subplots(1, len(runs), sharey=True), runs.items()):
-        phases, held = zip(*events)
-        params, grads, state, kept = np.array(held).T / 1e6
-        axes.stackplot(range(len(held)), params, state, grads, kept, step="post", labels=[
-            "P  parameters", "O  optimizer state", "G  gradients", "A  activations"])
-        axes.axvline(phases.index("backward"), color="black", linewidth=0.8)
-        axes.set(title=f"{rows} rows", xlabel="forward by parts | backward by gradients",
-                 xlim=(0, len(held) - 1))
-    figure.axes[0].set_ylabel("MB held")
-    figure.axes[0].legend(loc="upper right")
-    figure.suptitle("One step: P, G and O do not ask for the batch; A does")
-
+TAKEAWAY = "P, G, O: 16 bytes per parameter, the same on every rank of DP. A: as the batch, shared."
+FIELD = "model states and residual states (ZeRO); torch.cuda.memory_allocated"
+TRY = ["at which T is A of GPT-3 as large as its P + G + O, one sequence at a time?"]
+SCREENS = [bytes_per_parameter, the_article_corrected, over_a_step, who_holds_what, prove,
+           views_count]
 
 if __name__ == "__main__":
-    kit.run(main)
+    kit.run(SCREENS)

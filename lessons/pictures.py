@@ -1,7 +1,9 @@
 """Pictures that several lessons draw on an empty matplotlib figure."""
+import json
+
 import numpy as np
 
-from minidist import flags
+from minidist import flags, trace
 
 KINDS = "P  parameters", "O  optimizer state", "G  gradients", "A  activations"
 
@@ -44,3 +46,18 @@ def timelines(figure, lanes, title):
     axes.invert_yaxis()
     axes.set(xlabel="ms of one step; gray: computing", title=title)
     axes.legend(loc="lower right")
+
+
+def traces(figure, lines):
+    """What two ranks compute and send, one panel per form of a step.  {name: spans}"""
+    end = max(map(trace.length, lines.values()))
+    for axes, (name, spans) in zip(figure.subplots(len(lines), 1, sharex=True), lines.items()):
+        trace.draw(axes, spans)
+        axes.set_title(name, loc="left", fontsize=10)
+        axes.set_xlim(0, 1e3 * end)
+    axes.set_xlabel("milliseconds     blue: forward   orange: backward   green: messages under way")
+
+
+def chrome(path, spans):
+    """Write spans as a trace, to be opened in ui.perfetto.dev."""
+    flags.write(path, lambda file: file.write(json.dumps(trace.chrome(spans)).encode()))

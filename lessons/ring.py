@@ -34,8 +34,8 @@ def once_around(lesson):
     shown = range(len(states)) if p < 5 else [0, 1, p - 1, p, 2 * p - 2]
     lesson.rows([f"hop {i}" if i else "start" for i in shown], [states[i] for i in shown])
     lesson.say(f"""
-        All vectors start as ones: a number says how many ranks a chunk has met. After {p - 1} hops
-        chunk r is complete on rank r: a reduce_scatter. {p - 1} more copy it: an all_gather.""")
+        A number says how many ranks a chunk has met. {p - 1} hops: chunk r is complete on rank r, a
+        reduce_scatter. {p - 1} more copy it, an all_gather.""")
 
 
 class Watched:
@@ -212,8 +212,7 @@ def draw(figure, sizes, times, p):
 
 TAKEAWAY = "The ring buys bandwidth with latency: right for few ranks and large vectors."
 FIELD = "NCCL_ALGO=Ring, Tree; MPI_Allreduce switches by size; Horovod began as a ring"
-TRY = ["which column of screen 2 changes when S doubles? which rows of screen 3?",
-       "why must a double tree give each half of the vector to another tree?"]
+TRY = ["why must a double tree give each half of the vector to another tree?"]
 SCREENS = [once_around, about_2_s, small_messages, two_trees, prove, send_first]
 
 if __name__ == "__main__":

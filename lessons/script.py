@@ -31,7 +31,6 @@ class Script:
 
 def read(screens):
     """Look up what the module of the screens defines."""
-    screens = [screens] if callable(screens) else screens      # until all lessons have SCREENS
     names = screens[0].__globals__
     title, question, header = split_header(names["__doc__"])
     spec = names.get("__spec__")

@@ -6,7 +6,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from minidist import cost, step, verify
+from minidist import cost, dp, sp, step, tp, verify
 from minidist.collectives import chosen
 from minidist.engine import optim
 from minidist.engine.data import Corpus, default_text, random_batch
@@ -43,14 +43,29 @@ def text(rows, step=0, context=CONTEXT):
     return corpus(context).batch(rows, seed=0, step=step)
 
 
-def mesh(lesson, axis):
-    """All ranks of the lesson along one axis."""
-    return DeviceMesh(lesson.comm, **{axis: lesson.comm.size})
+def mesh(comm, axis):
+    """All ranks along one axis."""
+    return DeviceMesh(comm, **{axis: comm.size})
+
+
+def cut(model, mesh, way):
+    """Spread a plain model over a mesh.  way: dp, tp, or tp with sp: "again" or "keep" """
+    if way in ("dp", "tp"):
+        return {"dp": dp, "tp": tp}[way].parallelize(model, mesh[way])
+    if way:
+        tp.parallelize(model, mesh["tp"], sp.enter, sp.leave)
+        sp.parallelize(model, mesh["tp"], keep_input=way == "keep")
+    return model
 
 
 def group(p, r=0):
     """p ranks as cost sees them, with the algorithms that are chosen by size."""
     return cost.Group(p, r, chosen)
+
+
+def letters(sizes, names="NBTDHKeLV", **others):
+    """What a ledger's formulas call the sizes of the model."""
+    return {name: getattr(sizes, name) for name in names} | others
 
 
 def losses(model, batches, make, mesh=None):
@@ -59,11 +74,17 @@ def losses(model, batches, make, mesh=None):
     return [step.train_step(model, batch, optimizer, mesh).loss for batch in batches]
 
 
+def fields(verdict):
+    """A verdict as data, as it goes from rank to rank."""
+    return dict(equal=bool(verdict.equal), worst=float(verdict.worst), bound=verdict.bound,
+                text=verdict.line())
+
+
 def same_training(lesson, plain, spread, mesh, batches, make=SGD, name="the same training"):
     """Show the losses of one process and of the ranks; then compare everything, step by step."""
     alone = lesson.share(lambda: losses(plain(), batches, make))
     ours = losses(spread(plain(), mesh), batches, make, mesh)
     last, p = len(batches) - 1, lesson.comm.size
     lesson.table(["step", "one process", "1 rank" if p == 1 else f"{p} ranks"],
-                 [(t, f"{alone[t]:.6f}", f"{ours[t]:.6f}") for t in (0, last // 2, last)])
+                 [(t, f"{alone[t]:.6f}", f"{ours[t]:.6f}") for t in (0, last)])
     lesson.verdict(verify.train(plain, make, spread, mesh, batches), name)

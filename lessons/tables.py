@@ -4,6 +4,8 @@ import inspect
 import re
 import textwrap
 
+import numpy as np
+
 WIDTH = 100
 NUMBER = re.compile(r"-|[-+]?[\d.]+(e[-+]\d+)?( ?[%a-zA-Z]{1,5})?|")       # also 36.9 kB, 28.1 %
 
@@ -78,3 +80,14 @@ def without_docstring(text):
 def relative(error):
     """Write an error bound or an error: exact zero as 0, others as 1.2e-15."""
     return "0" if error == 0 else f"{error:.1e}"
+
+
+def difference(x, reference):
+    """Relative difference, max|x - reference| / max|reference|; inf if shapes differ."""
+    x, reference = np.asarray(x), np.asarray(reference)
+    if x.shape != reference.shape:
+        return float("inf")
+    if not x.size:
+        return 0.0
+    scale = float(np.max(np.abs(reference))) or 1.0
+    return float(np.max(np.abs(x - reference))) / scale

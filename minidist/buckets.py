@@ -137,6 +137,7 @@ class Reducer:
 
     params: in the order in which their gradients come.  Collective.  Ends with close(), or `with`.
     """
+    algorithm = None            # of the all_reduce, such as "ring"; None: by size
 
     def __init__(self, model, comm, params, bucket_bytes=CAP, first_bucket_bytes=FIRST, ranks=None):
         self.model, self.params, self.stream = model, params, comm.stream()
@@ -230,7 +231,8 @@ class Reducer:
         """Sum the next bucket on the background stream."""
         bucket = self.buckets[len(self.works)]
         if bucket.whole:
-            work = self.stream.submit(partial(all_reduce, out=bucket.flat), bucket.flat)
+            summed = partial(all_reduce, out=bucket.flat, algorithm=self.algorithm)
+            work = self.stream.submit(summed, bucket.flat)
         else:
             work = self.stream.submit(reduce_scatter, bucket.rows)
         self.works.append(work)

@@ -32,7 +32,6 @@ BUILDS_ON = {"cp": {"flash", "ulysses"}}     # a ring passes tiles around; ulyss
 COMMANDS = {"mesh": {"flags"}}       # what a module's main() imports so that it can be a command
 MPI = {"ranks.processes"}
 LINES = 320                                                      # of a file, at most
-LONGEST = {"lessons/kit.py": 400}                                # the exceptions
 
 
 def dotted(path):
@@ -181,9 +180,8 @@ def test_files_are_short_and_narrow(path):
     lines = path.read_text(encoding="utf-8").splitlines()
     wide = [f"{path.name}:{i}" for i, line in enumerate(lines, 1) if len(line) > 100]
     assert not wide, f"wider than 100 columns: {', '.join(wide)}"
-    longest = LONGEST.get(str(path.relative_to(ROOT)), LINES)
     if path.parent.name != "tests":
-        assert len(lines) <= longest, f"{len(lines)} lines are two ideas: split the file"
+        assert len(lines) <= LINES, f"{len(lines)} lines are two ideas: split the file"
 
 
 @pytest.mark.parametrize("name", [n for n in MODULES if n not in PRINTS and group(n) != "bench"])
