@@ -20,7 +20,7 @@ EXERCISE = [functional.layer_norm, functional.gelu]
 ALONE = True
 ROWS, RATES = 6, (1e-3, (0.9, 0.95), 1e-8, 0.1)           # lr, betas, eps, decay
 VIEWS = "reshape", "getitem", "transpose"
-ACTIVATIONS = "8 N (L (16 D + 2 + H T) + 2 D + 2 + V) + 8 (2 n+T)"
+ACTIVATIONS = "8 N (L (16 D+2+H T) + 2 D+2+V) + 8 (2 n+T)"
 
 
 def forward_writes_a_tape(lesson):
@@ -113,7 +113,7 @@ def prove(lesson):
     model, batch, optimizer = trained(0)
     loss, s = model(batch), cost.Sizes.of(model.config, B=ROWS, w=8)
     kept = ledger.held(model, None, loss, batch=batch).activations
-    lesson.ledger(("bytes kept for backward", ACTIVATIONS,
+    lesson.ledger(("A after forward", ACTIVATIONS,
                    cost.gpt_activations(s, batch.count), kept),
                   **setting.letters(s), n=batch.count)
     loss.backward()
