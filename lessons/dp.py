@@ -60,24 +60,12 @@ def p_times_as_fast(lesson):
     background, while backward goes on. Strictly in order, so that messages pair up:"""
     lesson.source(buckets.Reducer.ready, "self.bucket_of", "self.launch")
     lesson.predict("1B parameters, float32 gradients, 8 ranks: each sends per step", 7, "GB",
-                   why="2 (p-1)/p x 4 GB", mistakes={
-                       3.5: "the sum must also come back", 4: "the sum must also come back",
-                       28: "that is what the root of a plain sum sends"})
+                   why="2 (p-1)/p x 4 GB", mistakes={3.5: "the sum must also come back",
+                                                     28: "that is the root of a plain sum"})
     lesson.predict("7 GB at 50 GB/s, 400 Tflop/s: tokens per GPU until backward hides it?",
-                   14000, "tokens", why="140 ms at 4 flops a parameter",
-                   mistakes={28000: "backward has 4 flops per parameter and token, not 2",
-                             9333: "the sum cannot start before backward does"})
-    pair = lesson.comm.split(0 if lesson.comm.rank < 2 else None, name="pair")
-    found = lesson.collect([timeline(pair, form) for form in FORMS.values()] if pair else None)
-    lines = {name: trace.spans([notes[i] for notes in found if notes])
-             for i, name in enumerate(FORMS)}
-    rows, left = [], {}
-    for name, spans in lines.items():
-        busy, hidden = trace.hidden(spans)
-        left[name] = busy - hidden
-        rows.append([name, *map(kit.duration, (trace.length(spans), busy, busy - hidden))])
-    lesson.table(["two ranks, 50 us, 20 MB/s", "forward to last sum", "wire busy", "of it visible"],
-                 rows)
+                   14000, "tokens", why="140 ms at 4 flops a parameter", mistakes={
+                       28000: "4 flops, not 2", 9333: "the sum waits for backward to begin"})
+    lines, left = over_a_slow_link(lesson)
     alone = lesson.share(lambda: clock.best(
         lambda: setting.model()(batch_at(0, 2 * SHARE)).backward(), 3))
     lesson.fill(f"""
@@ -87,7 +75,22 @@ def p_times_as_fast(lesson):
         {alone / min(map(trace.length, lines.values())):.2f} times as fast.""")
     lesson.figure(pictures.traces, lines)
     if lesson.options.trace and lesson.comm.rank == 0:
-        pictures.chrome(lesson.options.trace, spans)
+        pictures.chrome(lesson.options.trace, lines["buckets of 120 kB"])
+
+
+def over_a_slow_link(lesson):
+    """Run a step on two ranks in three forms.  -> {form: spans}, {form: seconds not hidden}"""
+    pair, rows, left = lesson.comm.split(0 if lesson.comm.rank < 2 else None, name="pair"), [], {}
+    found = lesson.collect([timeline(pair, form) for form in FORMS.values()] if pair else None)
+    lines = {name: trace.spans([notes[i] for notes in found if notes])
+             for i, name in enumerate(FORMS)}
+    for name, spans in lines.items():
+        busy, hidden = trace.hidden(spans)
+        left[name] = busy - hidden
+        rows.append([name, *map(kit.duration, (trace.length(spans), busy, busy - hidden))])
+    lesson.table(["two ranks, 50 us, 20 MB/s", "forward to last sum", "wire busy", "of it visible"],
+                 rows)
+    return lines, left
 
 
 def bucketed(model, mesh, cap=CAP, first=FIRST):
@@ -115,8 +118,7 @@ def prove(lesson):
     parameters in b buckets; f flags say which were used. Micro-batches send with the last only."""
     comm, mesh = lesson.comm, setting.mesh(lesson.comm, "dp")
     dealt = buckets.assign([40, 40, 300, 10, 90, 5], cap=100, first=50)
-    lesson.check("assign: a bucket closes once it has reached its limit",
-                 dealt != [[0, 1], [2], [3, 4], [5]])
+    lesson.check("assign: a bucket closes at its limit", dealt != [[0, 1], [2], [3, 4], [5]])
     lesson.check("finalize: 1 + ... + p, once / 10; rank 0's alone; nobody's", rule(mesh), 1e-15)
     batches = [batch_at(t) for t in range(3)]
     for name, make in ("SGD", SGD), ("AdamW", setting.ADAMW):
@@ -154,8 +156,7 @@ def rule(mesh):
 def mean_of_means(model, batch, optimizer, mesh=None, num_microbatches=1, max_norm=None):
     """Each rank divides by its own number of targets, then the ranks are averaged.
 
-    Right only if all ranks have equally many targets: a token among few weighs more than one
-    among many. Trainers did this for years, with plausible curves (transformers issue 35203)."""
+    A token among few then weighs more than one among many (transformers issue 35203)."""
     mesh, params = mesh or DeviceMesh(solo()), model.parameters()
     model.zero_grad()
     mine = model.localize(batch)
@@ -171,7 +172,7 @@ def mean_of_means(model, batch, optimizer, mesh=None, num_microbatches=1, max_no
 def no_all_reduce(self):
     """The buckets are never summed: every rank trains alone, on its own rows.
 
-    Nothing fails and every loss falls; the replicas drift apart, and what is saved is rank 0's."""
+    Nothing fails and every loss falls; the replicas drift apart."""
     self.works.append(self.stream.submit(lambda comm: None))
 
 
@@ -191,7 +192,6 @@ def no_broadcast(model, comm):
 
 
 def start_of(rank):
-    """Make a model with dropout whose values depend on the rank."""
     model = setting.model(dropout=0.1)
     for p, other in zip(model.parameters(), setting.model(seed=rank).parameters()):
         p.data[...] = other.data

@@ -91,6 +91,11 @@ def inside_one_machine(lesson):
     lesson.predict("At 400 Tflop/s: GB/s that send it in no more time than a layer computes?", 51,
                    "GB/s", why="3.4 us for 9 D^2 flops",
                    mistakes={152: "backward computes, too: 6 flops per parameter and token"})
+    over_two_links(lesson)
+
+
+def over_two_links(lesson):
+    """Run the same step on two of the ranks over both links, and draw it."""
     pair = lesson.comm.split(0 if lesson.comm.rank < 2 else None, name="pair")
     found = lesson.collect([timed(pair, rate / SLOWER) for rate in LINKS.values()]
                            if pair else None)
@@ -184,8 +189,7 @@ def half_f(x, comm):
 def bias(self, x):
     """The row bias is added on every rank, before the sum: it counts p times.
 
-    Biases start at zero, so the first step is right, loss and gradients and all; the second is not
-    (text-generation-inference #1036, slapo #10)."""
+    Biases start at zero, so the first step is right; the second is not (slapo #10)."""
     return self.leave(functional.linear(x, self.weight, self.bias), self.comm)
 
 
@@ -193,7 +197,7 @@ def bias(self, x):
 def seed(self, x):
     """Every rank draws its piece from the same seed, instead of cutting the one whole.
 
-    All shards are the same: p copies of a narrower model that pose as one (OLMo-core #307)."""
+    p copies of a narrower model pose as one (OLMo-core #307)."""
     piece = seed.original(self, x)
     return np.random.default_rng(0).standard_normal(piece.shape) * x.std()
 
@@ -202,8 +206,7 @@ def seed(self, x):
 def vocab(ids, sizes, rank):
     """Each rank takes its last word for the next rank's first: nobody looks it up.
 
-    Off by one at the end of a range: p words have no row and never a target. If they are rare, no
-    training run on text will tell; random words do (Megatron-LM #1754, ColossalAI #6167)."""
+    If they are rare, no run on text will tell; random words do (Megatron-LM #1754)."""
     mine = ids - sum(sizes[:rank])
     return mine, (mine >= 0) & (mine < sizes[rank] - 1)
 
