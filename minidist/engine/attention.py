@@ -107,11 +107,13 @@ def _forward(plan, masks, qs, ks, vs, result):
     e, tiles = vs.shape[-1], []
     for mine, seen, hidden in plan:
         scores = widened(ks[seen]) @ widened(qs[mine]).swapaxes(-1, -2)
-        p, lse = _softmax(scores, hidden, qs.dtype)
+        p, top, total = _softmax(scores, hidden, qs.dtype)
         tiles.append((mine, seen, p))
         kept = p if masks is None else p * masks[seen][..., mine[-1]]
         np.matmul(kept.swapaxes(-1, -2), vs[seen], out=result[mine][..., :e])
-        result[mine][..., e:] = lse[..., None]
+        if result.shape[-1] > e:
+            with np.errstate(divide="ignore"):              # log 0 = -inf is what is meant
+                result[mine][..., e] = (top + np.log(total))[..., 0, :]
     return tiles
 
 
@@ -153,7 +155,7 @@ def _tiles(shape, S, causal, ids, key_ids, dtype):
 def _softmax(s, hidden, dtype):
     """Normalise each column of scores, in place; one without visible keys becomes 0.
 
-    -> weights, log-sum-exp of each column; hidden: for the last keys, or None
+    -> weights, largest score of each column, sum of exp above it; hidden: for the last keys
     """
     if hidden is not None and len(hidden):
         s[..., s.shape[-2] - len(hidden):, :] += hidden
@@ -161,11 +163,8 @@ def _softmax(s, hidden, dtype):
     s -= top
     np.exp(s, out=s)
     total = s.sum(-2, keepdims=True)
-    with np.errstate(divide="ignore"):                      # log 0 = -inf is what is meant
-        lse = top + np.log(total)
-    total[total == 0] = 1
-    s /= total
-    return s.astype(dtype, copy=False), lse[..., 0, :]
+    s /= np.where(total == 0, total.dtype.type(1), total)
+    return s.astype(dtype, copy=False), top, total
 
 
 def _sum_groups(total, weights, x, first):

@@ -60,17 +60,17 @@ def init(name, shape, seed=0, std=0.02, dtype=np.float32):
     return (std * np.random.Generator(bits).standard_normal(shape)).astype(dtype)
 
 
-def find(value, path=()):
+def find(container, path=()):
     """Yield (path, thing) for the modules and parameters in nested lists, tuples and dicts.
 
     It does not look into a module it finds, nor into objects of other kinds.
     """
-    if isinstance(value, (Module, Parameter)):
-        yield path, value
-    elif isinstance(value, (dict, list, tuple)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, inner in list(items):
-            yield from find(inner, (*path, key))
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    for key, thing in list(items):
+        if isinstance(thing, (Module, Parameter)):
+            yield (*path, key), thing
+        elif isinstance(thing, (dict, list, tuple)):
+            yield from find(thing, (*path, key))
 
 
 class Module:
