@@ -143,7 +143,7 @@ class Reducer:
         self.model, self.params, self.stream = model, params, comm.stream()
         self.buckets = build(params, bucket_bytes, first_bucket_bytes, ranks)
         self.bucket_of = {p.name: bucket for bucket in self.buckets for p in bucket.params}
-        self.known = {p.name for p in model.parameters() if p.requires_grad}
+        self.known = {p for p in model.parameters() if p.requires_grad}
         self.works = None                                  # those launched, while a step is open
         self.told = False                                  # that there are several passes
         self.hooks = [p.register_post_accumulate_grad_hook(self.ready) for p in params]
@@ -172,10 +172,11 @@ class Reducer:
 
     def refuse_changes(self):
         """Raise RuntimeError for a gradient that would be summed by nobody, or twice."""
-        names = {p.name for p in self.model.parameters() if p.requires_grad}
-        if new := sorted(names - self.known):
-            raise RuntimeError(f"{new[0]} was added or unfrozen after the buckets were made: its "
-                               "gradient would not be summed; make them anew, after all changes")
+        now = {p for p in self.model.parameters() if p.requires_grad}
+        if new := sorted(p.name for p in now - self.known):
+            raise RuntimeError(f"{new[0]} was added, replaced or unfrozen after the buckets were "
+                               "made: its gradient would not be summed; make them anew, after all "
+                               "changes")
         for p in self.params:
             if self.bucket_of[p.name].holds(p):
                 raise RuntimeError(f"{p.name} still holds the sum of the last step, which would be "

@@ -10,6 +10,7 @@ micro-batches, evenly or not.
 
 Lesson: python -m lessons.step
 """
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -36,7 +37,8 @@ def train_step(model, batch, optimizer, mesh=None, num_microbatches=1, max_norm=
     mesh: the model's own if it is spread over one.  A batch without targets changes nothing.
     passes(model, micro-batches) -> loss sum: how the forward and backward passes are run
     (None: as the model says, a pipeline by a schedule; else one by one).
-    Collective: every rank calls, with the whole batch, and gets the same Step."""
+    Collective: every rank calls, with the whole batch, and gets the same Step.
+    Raises FloatingPointError, before anything is updated, if a gradient is infinite or NaN."""
     mesh = mesh_of(model, mesh)
     params = model.parameters()
     model.zero_grad()
@@ -50,6 +52,9 @@ def train_step(model, batch, optimizer, mesh=None, num_microbatches=1, max_norm=
         return Step(0.0, 0, 0.0)
     finalize(params, mesh, count)
     norm = grad_norm(params, mesh)
+    if not math.isfinite(norm):                              # on all ranks alike
+        raise FloatingPointError(f"the norm of the gradients is {norm}, at a loss of "
+                                 f"{loss / count}: no step was taken, nothing has changed")
     optimizer.step(clip_scale(norm, max_norm))
     return Step(loss / count, count, norm)
 

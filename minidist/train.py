@@ -14,7 +14,6 @@ Lesson: python -m lessons.step
 """
 import hashlib
 import json
-import math
 import time
 from collections import namedtuple
 from dataclasses import dataclass
@@ -151,12 +150,13 @@ def fit(run, o, history, listeners):
     for step in range(o.steps):
         began = time.perf_counter()
         batch = run.corpus.batch(o.batch, o.seed, step)
-        result = train_step(run.model, batch, run.optimizer, run.mesh, o.grad_accum,
-                            max_norm=o.clip or None)
+        try:
+            result = train_step(run.model, batch, run.optimizer, run.mesh, o.grad_accum,
+                                max_norm=o.clip or None)
+        except FloatingPointError as error:
+            raise BadInput(f"step {step}: {error}; use a smaller --lr than "
+                           f"the {run.optimizer.rate or 0:.2g} of the step before") from None
         history.add(result, time.perf_counter() - began)
-        if not math.isfinite(result.loss):
-            raise BadInput(f"the loss is {result.loss} at step {step}; use a smaller --lr than "
-                           f"the {run.optimizer.rate:.2g} of this step")
         if False in [hear(step, batch, result) for hear in listeners]:
             break
 

@@ -9,7 +9,8 @@ import pytest
 
 from minidist import dp, mappings, mesh, placement, sp, tp
 from minidist.engine.data import random_batch
-from minidist.engine.optim import SGD
+from minidist.engine.nn import Linear
+from minidist.engine.optim import SGD, AdamW
 from minidist.engine.tensor import run_deferred
 from minidist.mesh import DeviceMesh
 from minidist.ranks.comm import run_threads
@@ -219,20 +220,54 @@ def test_logits_of_a_spread_model_are_those_of_the_plain_one():
 
 # ------------------------------------------------------------------- what goes wrong is named
 
-def test_what_was_unfrozen_after_wrapping_is_named():
+def test_D2_what_was_unfrozen_after_wrapping_is_named():
     def fn(world):
         model = tiny()
         model.blocks[1].norm1.weight.requires_grad = False
         model = some(model, DeviceMesh(world, dp=2)["dp"])
         model.blocks[1].norm1.weight.requires_grad = True
-        with pytest.raises(RuntimeError, match="blocks.1.norm1.weight was added or unfrozen"):
+        with pytest.raises(RuntimeError, match="blocks.1.norm1.weight was added, rep"):
             train_step(model, random_batch(13, 8, 4, 0, 0), SGD(model.parameters(), 0.1))
         return True
     assert run_threads(2, fn) == [True] * 2
 
 
+def test_D2_what_was_replaced_after_wrapping_is_named():
+    """A new head of the same name: nobody would sum its gradient."""
+    def fn(world):
+        model = some(tiny(tied=False), DeviceMesh(world, dp=2)["dp"])
+        model.parts["head"].out = Linear("head.out", 13, model.config.width, bias=False,
+                                         dtype=np.float64)
+        with pytest.raises(RuntimeError, match="head.out.weight was added, replaced"):
+            train_step(model, random_batch(13, 8, 4, 0, 0), SGD(model.parameters(), 0.1))
+        return True
+    assert run_threads(2, fn) == [True] * 2
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_D3_a_gradient_that_is_no_number_moves_nothing(bad):
+    """Planted on the last rank only: all ranks raise, and the next step is the right one."""
+    def fn(world, spoil):
+        model = some(perturb(tiny()), DeviceMesh(world, dp=2)["dp"])
+        optimizer = AdamW(model.parameters(), 0.1)
+        first, second = (random_batch(13, 8, 4, 0, step) for step in (0, 1))
+        train_step(model, first, optimizer)
+        if spoil:
+            def plant(p):
+                p.grad[...] = bad if world.rank == 1 else p.grad
+
+            bias = model.blocks[1].norm1.bias
+            bias.hooks.insert(0, plant)
+            with pytest.raises(FloatingPointError, match="nothing has changed"):
+                train_step(model, first, optimizer)
+            bias.hooks.remove(plant)
+        return train_step(model, second, optimizer), optimizer.t
+
+    assert run_threads(2, fn, True) == run_threads(2, fn, False)
+
+
 def test_nothing_is_left_over_from_a_step_that_failed():
-    """A hook raises on all ranks while buckets are on a slow link; the next step is right."""
+    """D4: a hook raises on all ranks while buckets are on a slow link; the next step is right."""
     def fn(world, fails):
         model = some(perturb(tiny()), DeviceMesh(world, dp=2)["dp"])
         optimizer = SGD(model.parameters(), 0.1)
