@@ -180,23 +180,13 @@ class Run:
                 self.post(following)
             x = self.take_in(action)
             start = time.perf_counter()
-            y = self.work(*action, x)
+            y = act(self, *action, x)
             for listener in self.pipeline.listeners:
                 listener(self, action, start, time.perf_counter())
             self.hand_on(action, y)
         for request in self.going:
             request.wait()
         return self.loss
-
-    def work(self, kind, i, chunk, x):
-        """Do one action.  x: what it starts from  -> what it leaves for a neighbouring stage"""
-        if kind == "F":
-            return self.forward(i, chunk, x)
-        if kind == "W":
-            return run_deferred(self.late.pop((i, chunk)))
-        if kind == "I":
-            self.late[i, chunk] = []
-        return self.backward(i, chunk, x, self.late.get((i, chunk)))
 
     def forward(self, i, chunk, x):
         """Compute a stage's result and keep its graph; of the last stage, the loss."""
@@ -262,6 +252,20 @@ class Run:
         with group.label(LABELS[kind]):
             self.going.append(group.isend(pack(i, y), there))
         self.going = [request for request in self.going if not request.ready()]
+
+
+def act(run, kind, i, chunk, x):
+    """Take one action with run.forward, run.backward, run_deferred.  -> what it leaves, or None
+
+    x: what it starts from.  "I" puts weight gradients off into run.late[i, chunk], a list that "W"
+    removes and runs; "B" puts nothing off (None)."""
+    if kind == "F":
+        return run.forward(i, chunk, x)
+    if kind == "W":
+        return run_deferred(run.late.pop((i, chunk)))
+    if kind == "I":
+        run.late[i, chunk] = []
+    return run.backward(i, chunk, x, run.late.get((i, chunk)))
 
 
 def pack(i, x):

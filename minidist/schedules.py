@@ -27,6 +27,7 @@ Paper:  Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved);
 """
 from collections import Counter, deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -126,8 +127,7 @@ def numbered(m, phases):
 
 # === Schedules ===
 
-@dataclass(frozen=True)
-class Order:
+class Order(NamedTuple):
     """How a schedule's lists are made, and for how many chunks on each rank."""
     make: object                                            # one of the functions above
     chunks: range = range(1, 2)

@@ -26,7 +26,7 @@ TOP = {"meeting": "mesh mappings placement buckets schedules",
 FOLDERS = ["engine", "ranks", "collectives", "cost", "bench"]
 PAIRED = [*TOP["technique"].split(), "collectives.ring", "collectives", "mesh", "schedules",
           "checkpoint", "plan"]
-LESSONS_TO_COME = {"pp", "schedules"}
+LESSONS_TO_COME = set()
 PRINTS = {"train", "sample", "progress", "doctor", "simulate", "plan", "mesh"}   # and all of bench
 BUILDS_ON = {"cp": {"flash", "ulysses"}}     # a ring passes tiles around; ulysses is a method of cp
 COMMANDS = {"mesh": {"flags"}}       # what a module's main() imports so that it can be a command
