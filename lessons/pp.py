@@ -157,7 +157,7 @@ def untied(model, *args):
 def scaled(self, i, chunk, g, put_off):
     """Backward starts from 1/m, though the loss is a sum that is divided by its tokens later.
 
-    torchtitan's pipeline gradients once differed so from those without; the printed loss did not."""
+    torchtitan's gradients once differed so with and without pipeline; the printed loss did not."""
     g = np.array(1 / len(self.batches)) if g is None else g
     return scaled.original(self, i, chunk, g, put_off)
 

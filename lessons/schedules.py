@@ -122,7 +122,7 @@ def faults(made):
 def warms_up_like_1f1b(rank, p, m, v):
     """The warm-up counts chunks of one round only, as 1F1B does.
 
-    Rank 0 then wants a gradient back before the last chunk has been forward: all wait in a circle."""
+    Rank 0 then wants a gradient back before its last chunk has been forward: a circle of waits."""
     order = [(i, c) for first in range(0, m, p) for c in range(v)
              for i in range(first, min(first + p, m))]
     warmup = min(p - rank - 1, m * v)
@@ -159,8 +159,8 @@ def last_weights_lost(rank, p, m):
 
 
 TAKEAWAY = "A bubble is a wait for a neighbour: shorten what is waited for, or have work put by."
-FIELD = ("Megatron-LM --num-layers-per-virtual-pipeline-stage; ScheduleInterleaved1F1B, ZBVZeroBubble"
-         " and DualPipeV in torch.distributed.pipelining")
+FIELD = ("Megatron-LM --num-layers-per-virtual-pipeline-stage; ScheduleInterleaved1F1B, "
+         "ScheduleZBVZeroBubble, ScheduleDualPipeV in torch.distributed.pipelining")
 TRY = ["python -m minidist.simulate --schedule all -p 8 -m 16 --message 0.5: who suffers most?",
        "when is W longer than its gap? try --F 1 --I 1 --W 3 and look at zb-h1",
        "write zb_h1 yourself: python -m lessons.schedules --stub mine.py, then --mine mine.py"]
