@@ -1,6 +1,7 @@
 """Buckets: many small gradients in a few flat buffers, one collective for each buffer.
 
     Bucket      one flat buffer, filled by gradients, emptied by the sum
+    gather      pieces of many parameters in one message, the way back from reduce_scatter
     Reducer     fills the buckets of a model during backward, and sums them in the background
 
     summed by all_reduce        [ grad of p7 | grad of p6 | grad of p5 | u7 u6 u5 ]
@@ -22,12 +23,13 @@ whoever delivers it: the backward itself, or the weight pass that a backward has
 Lesson: mpirun -n 4 python -m lessons.dp
 Paper:  Li et al. 2020, "PyTorch distributed: experiences on accelerating data parallel training"
 """
+import math
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
-from minidist.collectives import all_reduce, reduce_scatter
+from minidist.collectives import all_gather, all_reduce, reduce_scatter
 from minidist.engine.tape import deferred
 from minidist.engine.tensor import Tensor, after_backward
 
@@ -55,23 +57,37 @@ class Bucket:
     """The gradients of some parameters, one after another in one flat buffer.
 
     ranks: None for an all_reduce; p for a reduce_scatter, where each of p rows holds one piece of
-    every gradient (as placement.Flat cuts it, padded with zeros)."""
+    every gradient (as placement.Flat cuts it, padded with zeros).  The buffer is made when it is
+    first needed; free() gives it back until it is needed again."""
 
     def __init__(self, params, ranks=None):
         self.params, self.whole, ranks = params, ranks is None, ranks or 1
         sizes = [-(-p.data.size // ranks) for p in params]
         ends = np.cumsum(sizes)
-        self.flat = np.zeros(ranks * (ends[-1] + len(params)), params[0].dtype)
-        self.rows = self.flat.reshape(ranks, -1)
-        self.used = self.rows[:, ends[-1]:]
+        self.shape, self.dtype = (ranks, int(ends[-1]) + len(params)), params[0].dtype
         self.columns = {p.name: slice(end - size, end) for p, size, end in zip(params, sizes, ends)}
         self.waiting = {}                                # name -> deliveries still to come
+
+    flat = cached_property(lambda self: np.zeros(math.prod(self.shape), self.dtype))
+    rows = cached_property(lambda self: self.flat.reshape(self.shape))
+    used = cached_property(lambda self: self.rows[:, -len(self.params):])
+
+    def free(self):
+        """Give the buffer back: what was in it has been sent, or is not wanted."""
+        for view in "flat", "rows", "used":
+            self.__dict__.pop(view, None)
+
+    @property
+    def nbytes(self):
+        """Bytes of the buffer, 0 while there is none."""
+        return self.flat.nbytes if "flat" in self.__dict__ else 0
 
     def open(self, passes=1):
         """Expect every gradient anew, once from each backward pass.  Or {name: how often}"""
         often = passes if isinstance(passes, dict) else {}
         self.waiting = {p.name: often.get(p.name, passes) for p in self.params}
-        self.used[...] = 0
+        if self.nbytes:
+            self.used[...] = 0
 
     def deliver(self, p):
         """Count a delivery of p's gradient, and take it in once it is the last one."""
@@ -114,7 +130,7 @@ class Bucket:
 
     def holds(self, p):
         """Is p.grad a view of this buffer: the sum of an earlier step?"""
-        return p.grad is not None and np.may_share_memory(p.grad, self.flat)
+        return bool(p.grad is not None and self.nbytes) and np.may_share_memory(p.grad, self.flat)
 
 
 def build(params, cap=CAP, first=FIRST, ranks=None):
@@ -122,6 +138,23 @@ def build(params, cap=CAP, first=FIRST, ranks=None):
     kinds = [p.dtype for p in params]
     lists = assign([p.data.nbytes for p in params], kinds, cap, first)
     return [Bucket([params[i] for i in members], ranks) for members in lists]
+
+
+def gather(pieces, wholes, comm):
+    """Gather the pieces of some parameters in one message, each into its whole array."""
+    sizes = [-(-whole.size // comm.size) for whole in wholes]
+    ends = np.cumsum(sizes)
+    columns = [slice(end - size, end) for size, end in zip(sizes, ends)]
+    row = np.zeros(ends[-1], wholes[0].dtype)
+    for piece, column in zip(pieces, columns):
+        row[column][:piece.size] = piece
+    rows = all_gather(row, comm).reshape(comm.size, -1)
+    for whole, size, column in zip(wholes, sizes, columns):
+        flat = whole.reshape(-1)
+        for r, row in enumerate(rows):
+            part = flat[r * size:(r + 1) * size]            # shorter, or empty, where padding is
+            part[...] = row[column][:part.size]
+    return wholes
 
 
 class Reducer:
@@ -135,13 +168,16 @@ class Reducer:
     Several backward passes of one step go into `with reducer.summing(passes):`, as train_step's do
     if it is the model's: then a gradient is complete when each pass has delivered it.
 
-    params: in the order in which their gradients come.  Collective.  Ends with close(), or `with`.
+    params: in the order in which their gradients come; groups: the same, in lists of those that may
+    share a bucket.  Collective.  Ends with close(), or `with`.
     """
     algorithm = None            # of the all_reduce, such as "ring"; None: by size
 
-    def __init__(self, model, comm, params, bucket_bytes=CAP, first_bucket_bytes=FIRST, ranks=None):
+    def __init__(self, model, comm, params, bucket_bytes=CAP, first_bucket_bytes=FIRST, ranks=None,
+                 groups=None):
         self.model, self.params, self.stream = model, params, comm.stream()
-        self.buckets = build(params, bucket_bytes, first_bucket_bytes, ranks)
+        self.buckets = [bucket for members in groups or [params] for bucket in
+                        build(members, bucket_bytes, first_bucket_bytes, ranks)]
         self.bucket_of = {p.name: bucket for bucket in self.buckets for p in bucket.params}
         self.known = {p for p in model.parameters() if p.requires_grad}
         self.works = None                                  # those launched, while a step is open
@@ -185,7 +221,7 @@ class Reducer:
 
     def drop(self):
         """Let what a step that has failed left under way come to its end, and forget it."""
-        for work in self.works or ():
+        for work in filter(None, self.works or ()):
             work.wait()
         self.works = None
 
@@ -215,18 +251,22 @@ class Reducer:
             after_backward(settle)
 
     def ready(self, p):
-        """Put a finished gradient into its bucket, and send off the buckets that are complete.
-
-        Strictly in order: a bucket that is complete early waits for those before it, because
-        gradients may come in another order on another rank, and messages must pair up."""
+        """Put a finished gradient into its bucket, and send off the buckets that are complete."""
         if self.works is None:
             raise RuntimeError(f"{p.name} got a gradient outside of a step: its backward did not "
                                "come from a result of the model, or was put off "
                                "beyond the next forward; run it inside model.summing(passes)")
         self.bucket_of[p.name].deliver(p)
+        self.launch_complete()
+        self.finish_after_backward()
+
+    def launch_complete(self):
+        """Send off the buckets that are complete, strictly in order.
+
+        One that is complete early waits for those before it, because gradients may come in another
+        order on another rank, and messages must pair up."""
         while len(self.works) < len(self.buckets) and not self.buckets[len(self.works)].waiting:
             self.launch()
-        self.finish_after_backward()
 
     def launch(self):
         """Sum the next bucket on the background stream."""
@@ -244,15 +284,20 @@ class Reducer:
             self.buckets[len(self.works)].close()
             self.launch()
         for work, bucket in zip(self.works, self.buckets):
-            mine = work.wait()
-            bucket.hand_out(None if bucket.whole else mine[0])
+            if work:
+                self.collect(bucket, work.wait())
         self.works = None
+
+    def collect(self, bucket, mine):
+        """Hand out a bucket whose sum has come."""
+        bucket.hand_out(None if bucket.whole else mine[0])
 
     def close(self):
         """Sum no more, and give the stream back; the model stays as it is.  Collective"""
-        for hook in self.hooks:
-            hook.remove()
         if self.hooks:
+            self.drop()
+            for hook in self.hooks:
+                hook.remove()
             self.hooks = []
             self.model.wrappers.remove(self.watch)
             self.stream.close()

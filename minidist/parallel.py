@@ -1,6 +1,7 @@
 """Parallel: from flags to a mesh, and to a model that is spread over it.
 
     --dp 4            4 replicas, each on its rows of the batch          minidist.dp
+    --zero 3          and what they hold is held once, in pieces         minidist.zero
     --tp 2            2 ranks share every layer                          minidist.tp
     --tp 2 --sp       and the tokens between the layers                  minidist.sp
     --cp 2            2 ranks share the tokens of every row              minidist.cp
@@ -15,7 +16,7 @@ Run: python -m minidist.train -n 4 --dp 4 --verify
 """
 import math
 
-from minidist import BadInput, cp, flags, flash, pp, schedules, sp, tp
+from minidist import BadInput, cp, flags, flash, pp, schedules, sp, tp, zero
 from minidist.dp import DistributedDataParallel
 from minidist.mesh import AXES, DeviceMesh
 from minidist.ranks import comm, environment
@@ -28,6 +29,9 @@ def add_flags(parser):
     group = parser.add_argument_group("parallel")
     for axis in OFFERED:
         group.add_argument(f"--{axis}", type=flags.integer(1), metavar="N", help=AXES[axis].help)
+    group.add_argument("--zero", type=int, choices=[1, 2, 3], metavar="1|2|3",
+                       help="hold optimizer state (1), gradients too (2), parameters too (3) once "
+                            "over the ranks of --dp, in pieces")
     group.add_argument("--sp", nargs="?", const="again", choices=["again", "keep"],
                        help="share the tokens between the layers too, over the ranks of --tp; "
                             "keep: remember a layer's whole input, rather than gather it again")
@@ -65,8 +69,8 @@ def make_mesh(args, world=None):
 def spread(model, mesh, sequence=None, **options):
     """Apply to a plain model every strategy that the mesh and the options ask for.  Collective.
 
-    sequence: what --sp says; None: no sequence parallelism.  attention, method: what --attention
-    and --cp-method say.  schedule, chunks: see pp.split."""
+    sequence: what --sp says; None: no sequence parallelism.  attention, method, zero: what
+    --attention, --cp-method and --zero say.  schedule, chunks: see pp.split."""
     for strategy in STRATEGIES:
         model = strategy(model, mesh, dict(options, sequence=sequence))
     return model
@@ -103,8 +107,17 @@ def stages(model, mesh, options):
 
 
 def replicas(model, mesh, options):
-    """Share the rows of a batch over dp."""
-    return DistributedDataParallel(model, mesh["dp"]) if mesh["dp"].size > 1 else model
+    """Share the rows of a batch over dp, with --zero what is held as well."""
+    if mesh["dp"].size == 1:
+        return model
+    if stage := options.get("zero"):
+        return zero.parallelize(model, mesh["dp"], stage)
+    return DistributedDataParallel(model, mesh["dp"])
+
+
+def equip(optimizer, model):
+    """Let an optimizer write what this rank is responsible for.  -> the optimizer"""
+    return zero.attach(optimizer, model) if hasattr(model, "gather_all") else optimizer
 
 
 # In the order in which they are applied to a plain model.

@@ -130,9 +130,10 @@ def build(o):
         return make_optimizer(params, o, config)
 
     model = parallel.spread(plain(), mesh, o.sp, attention=o.attention, method=o.cp_method,
-                            schedule=o.schedule, chunks=o.chunks)
+                            schedule=o.schedule, chunks=o.chunks, zero=o.zero)
     twin = verify.Twin(plain, optimizer, mesh) if o.verify else None
-    return Run(corpus, config, mesh, model, optimizer(model.parameters()), twin)
+    ours = parallel.equip(optimizer(model.parameters()), model)
+    return Run(corpus, config, mesh, model, ours, twin)
 
 
 def make_optimizer(params, o, config):

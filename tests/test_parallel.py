@@ -118,3 +118,9 @@ def test_options_are_what_verify_needs_and_stay():
     with pytest.raises(AttributeError):
         options.dtype = "float32"
     assert (train.options([]).dtype, train.options([]).eps) == ("float32", 1e-8)
+
+
+def test_zero_with_tensor_and_sequence_parallelism_is_verified():
+    status, out = command(4, "--dp", "2", "--tp", "2", "--sp", "--zero", "3", "--grad-accum", "2",
+                          "--clip", "0.5", "--dropout", "0.1", "--verify")
+    assert status == 0 and "EQUIVALENT" in out, out
