@@ -28,9 +28,16 @@ def held(model, optimizer=None, *roots, batch=None):
     params = model.parameters()
     state = optimizer.state.values() if optimizer else ()
     return Bytes(sum(p.data.nbytes for p in params),
-                 sum(p.grad.nbytes for p in params if p.grad is not None),
+                 gradient_bytes(model),
                  sum(array.nbytes for arrays in state for array in arrays),
                  graph_bytes(*map(rooted, roots), exclude=known(model, batch)))
+
+
+def gradient_bytes(model):
+    """Count gradients, and what a bucket keeps of those of other ranks (ZeRO, stage 1)."""
+    beside = sum((bucket.shape[0] - 1) * p.grad.nbytes for bucket in getattr(model, "buckets", ())
+                 for p in bucket.params if bucket.nbytes and p.grad is not None)
+    return beside + sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
 
 
 def known(model, batch=None):

@@ -60,6 +60,9 @@ def make_mesh(args, world=None):
     if sizes["pp"] == 1 and (getattr(args, "schedule", None) or getattr(args, "chunks", None)):
         raise BadInput("--schedule and --chunks say how the stages of --pp take turns, and there "
                        "is 1; use --pp 2 or more")
+    if sizes["pp"] > 1 and (getattr(args, "zero", None) or 0) > 1:
+        raise BadInput(f"--zero {args.zero} would send gradients after each micro-batch of each "
+                       "stage of --pp; use --zero 1, or leave out --pp")
     if args.batch < sizes["dp"]:
         raise BadInput(f"{args.batch} sequences do not give each of {sizes['dp']} replicas one; "
                        f"use --batch {sizes['dp']} or more")

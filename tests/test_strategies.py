@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from minidist import buckets, cost, ledger, parallel
+from minidist import buckets, cost, ledger, parallel, zero
 from minidist.collectives import chosen
 from minidist.dp import DistributedDataParallel
 from minidist.engine import attention
@@ -38,7 +38,7 @@ def counted(layout, config, rows, ragged, optimizer=AdamW):
     def rank(world):
         mesh = DeviceMesh(world, dp=layout.dp, tp=layout.tp)
         model = spread(perturb(tiny(**config)), mesh, layout)
-        opt = optimizer(model.parameters(), 0.01)
+        opt = parallel.equip(optimizer(model.parameters(), 0.01), model)
         batches = [random_batch(config["vocab"], config["context"], rows, 1, t, ragged)
                    for t in range(2)]
         train_step(model, batches[0], opt, mesh, layout.microbatches)
@@ -55,7 +55,10 @@ def counted(layout, config, rows, ragged, optimizer=AdamW):
 def spread(model, mesh, layout):
     """As the command spreads it; with other buckets than the usual ones, by dp alone."""
     if layout.first == buckets.FIRST:
-        return parallel.spread(model, mesh, layout.sequence)
+        return parallel.spread(model, mesh, layout.sequence, zero=layout.zero)
+    if layout.zero:
+        return zero.parallelize(model, mesh["dp"], layout.zero, bucket_bytes=layout.cap,
+                                first_bucket_bytes=layout.first)
     return DistributedDataParallel(model, mesh["dp"], layout.cap, layout.first)
 
 
@@ -118,3 +121,37 @@ def test_one_process_sends_nothing_and_gpt3_needs_many_gpus():
     whole, cut = (cost.step(cost.GPT3, cost.Layout(dp=16, tp=p)) for p in (1, 8))
     assert 7.9 < whole.held.parameters / cut.held.parameters < 8
     assert set(whole.sent) == {"dp"} and set(cut.sent) == {"dp", "tp", "dp-tp"}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("dp, microbatches, first, tied", [(2, 1, 1 << 20, True),
+                                                          (3, 3, 2000, False), (4, 3, 1, True)])
+def test_zero(stage, dp, microbatches, first, tied):
+    """Padded sizes, small buckets, micro-batches; dp 4 has parameters of 6 numbers."""
+    options = dict(first=first, cap=9000) if first < 1 << 20 and stage < 3 else {}
+    compare(cost.Layout(dp=dp, zero=stage, microbatches=microbatches, chosen=chosen, **options),
+            dict(ODD, tied=tied), rows=7)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_beside_tensor_and_sequence_parallelism(stage):
+    for sequence in None, "again":
+        compare(cost.Layout(dp=2, tp=2, sequence=sequence, zero=stage, microbatches=2,
+                            chosen=chosen), dict(ODD, kv_heads=2))
+
+
+def test_zero_sends_2_and_m_plus_1_and_3_m_units():
+    numbers, p = [4 * 3 * 12] * 5, 4                    # nothing to pad
+    unit = sum(numbers) * (p - 1) // p * 8
+    flags = len(numbers) * (p - 1) * 8
+    for stage, m, units in (1, 1, 2), (1, 3, 2), (2, 1, 2), (2, 3, 4), (3, 1, 3), (3, 3, 9):
+        price = cost.zero([numbers], cost.Group(p), 8, stage, m)
+        assert price.bytes == units * unit + (1 if stage == 1 else m) * flags
+
+
+@pytest.mark.parametrize("p, stages", [(1, [120, 120, 120]), (4, [52.5, 41.25, 30]),
+                                       (64, [31.4, 16.6, 1.88]), (1024, [30.1, 15.1, 0.12])])
+def test_the_table_of_the_zero_paper(p, stages):
+    assert cost.zero_memory(7.5e9, p, 0) == 120e9
+    for stage, GB in enumerate(stages, 1):
+        assert cost.zero_memory(7.5e9, p, stage) / 1e9 == pytest.approx(GB, abs=0.05)

@@ -2,6 +2,7 @@
 
     messages      a collective over p ranks           cost.all_reduce("ring", p, n, itemsize, rank)
     model         one training step in one process    cost.gpt_flops(Sizes(...))
+    shards        ZeRO: what its stages send, hold    cost.zero(...), cost.zero_memory(7.5e9, 64, 2)
     strategies    what each strategy adds and saves   cost.tp(Sizes(...), Group(p, rank))
                   all of a layout together            cost.step(Sizes(...), Layout(dp=2, tp=4))
 
@@ -13,6 +14,7 @@ from minidist.cost.messages import (                                            
 from minidist.cost.model import (                                                # noqa: F401
     GPT3, Kept, Sizes, Work, at_least, attention_work, block_activations, gpt_activations,
     gpt_flops, gpt_parameters, linear_work, textbook_activations, tiles)
+from minidist.cost.shards import zero, zero_held, zero_memory, zero_parts          # noqa: F401
 from minidist.cost.strategies import (                                           # noqa: F401
     Layout, between_cuts, cp, ddp, dp, pp, sp, step, tp, tp_activations, tp_block_activations,
     tp_keys, tp_parameters, ulysses)

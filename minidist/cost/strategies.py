@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from minidist.cost.messages import NOTHING, Group, Price, all_to_all, always_ring, chunks
 from minidist.cost.model import Share, block_activations, gpt_activations
+from minidist.cost.shards import zero, zero_held, zero_parts
 
 
 # === Data parallelism: the gradients of one step ===
@@ -31,14 +32,19 @@ def dp(parameters, group, w):
 
 
 def buckets(parameters, w, first, cap):
-    """Count the numbers in each bucket, flags included: it closes when it has reached its limit."""
+    """Count the numbers in each bucket, flags included."""
+    return [sum(bucket) + len(bucket) for bucket in dealt(parameters, w, first, cap)]
+
+
+def dealt(parameters, w, first, cap):
+    """Deal parameters of so many numbers to buckets: one closes when it has reached its limit."""
     found, limit = [[]], min(first, cap)
     for numbers in parameters:
         found[-1].append(numbers)
         if sum(found[-1]) * w >= limit:
             found.append([])
             limit = cap
-    return [sum(bucket) + len(bucket) for bucket in found if bucket]
+    return [bucket for bucket in found if bucket]
 
 
 # === Tensor and sequence parallelism: p ranks cut each layer of the GPT ===
@@ -181,6 +187,7 @@ class Layout:
     """Say how a training step is spread over ranks, as minidist.parallel spreads it."""
     dp: int = 1
     tp: int = 1
+    zero: int = 0                       # the stage of ZeRO over the ranks of dp; 0: DDP
     sequence: str | None = None         # over the ranks of tp: "again", "keep" or not at all
     microbatches: int = 1
     state: int = 2                      # numbers of optimizer state per parameter: 2 for AdamW
@@ -227,10 +234,16 @@ AXES = "dp", "tp"                       # of a layout, outermost first
 
 def data_parallel_sends(rank):
     """Gradients, in buckets from the last parameter to the first; then the loss and its count."""
-    layout, w = rank.layout, rank.sizes.w
-    gradients = [numbers for numbers, _ in reversed(rank.shapes)]
-    yield ("dp",), ddp(buckets(gradients, w, layout.first, layout.cap), rank.group("dp"), w)
-    yield ("dp",), rank.group("dp").all_reduce(2, 8)
+    layout, w, group = rank.layout, rank.sizes.w, rank.group("dp")
+    numbers = [numbers for numbers, _ in rank.shapes]
+    sums, gathers = dealt(numbers[::-1], w, layout.first, layout.cap), None
+    if layout.zero == 3:
+        sums, gathers = zero_parts(numbers, rank.sizes.L, rank.sizes.tied)
+    if layout.zero and group.p > 1:
+        yield ("dp",), zero(sums, group, w, layout.zero, layout.microbatches, gathers)
+    else:
+        yield ("dp",), ddp([sum(one) + len(one) for one in sums], group, w)
+    yield ("dp",), group.all_reduce(2, 8)
 
 
 def tensor_parallel_sends(rank):
@@ -242,7 +255,8 @@ def tensor_parallel_sends(rank):
         forward, backward = sp(sizes, rank.tp, way == "keep") if way else tp(sizes, rank.tp)
         yield ("tp",), forward + backward
     if way:
-        yield ("tp",), dp([numbers for numbers, cut in rank.shapes if not cut], rank.tp,
+        p = rank.layout.dp if rank.layout.zero else 1               # ZeRO: of my piece of each
+        yield ("tp",), dp([-(-numbers // p) for numbers, cut in rank.shapes if not cut], rank.tp,
                           rank.sizes.w)
 
 
@@ -265,8 +279,11 @@ def step(sizes, layout, targets=None, **at):
             long = "-".join(axis for axis in axes if getattr(layout, axis) > 1)
             if long:
                 sent[long] = sent.get(long, NOTHING) + price
-    P = sum(numbers for numbers, _ in rank.shapes) * sizes.w
+    numbers, group = [numbers for numbers, _ in rank.shapes], rank.group("dp")
+    held = (zero_held(numbers, group, layout.zero, layout.state)
+            if layout.zero and group.p > 1 else
+            (sum(numbers), sum(numbers), layout.state * sum(numbers)))
     largest = rank.batches[0]
     A = (gpt_activations(largest, targets) if rank.tp.p == 1 else
          tp_activations(largest, rank.tp, layout.sequence))
-    return Step(sent, Held(P, P, layout.state * P, A))
+    return Step(sent, Held(*(numbers * sizes.w for numbers in held), A))
