@@ -13,7 +13,7 @@ BENCH = [sys.executable, "-m", "minidist.bench"]
 
 
 @pytest.mark.parametrize("words, told", [
-    (["engines"], "no benchmark engines; there are engine, collectives, train, tp"),
+    (["engines"], "no benchmark engines; there are engine, attention, collectives, train, tp"),
     (["engine", "--preset", "huge"], "huge"),
     (["engine", "--rounds", "0"], "0 is out of range"),
     (["engine", "--json", "/"], "is a directory"),
@@ -24,6 +24,17 @@ def test_refusals(words, told):
     status, output = execute([*BENCH, *words], 60)
     assert status == 2 and told in output and "Traceback" not in output
     assert output.count("error:") == 1 and len(output.splitlines()) == 1
+
+
+def test_the_table_of_attention(tmp_path):
+    path = tmp_path / "rows.json"
+    status, output = execute([*BENCH, "attention", "-n", "2", "--tokens", "64", "--rounds", "1",
+                              "--no-torch", "--json", str(path)], 60)
+    assert status == 0, output
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["attention"] for row in rows] == ["plain", "tiled", "ring, 2 ranks"]
+    assert all(row["ms"] > 0 and row["tokens"] == 64 for row in rows)
+    assert rows[0]["of_plain"] == rows[1]["of_tiled"] == 1
 
 
 def test_the_engine_s_table_and_file(tmp_path):

@@ -3,6 +3,7 @@
     python -m minidist.bench engine            one training step, beside PyTorch's
     python -m minidist.bench collectives -n 4  every algorithm, beside MPI's own
     python -m minidist.bench train             tokens/s on 1, 2 and 4 ranks, beside PyTorch DDP
+    python -m minidist.bench attention         plain, tiled, PyTorch's; a ring over ranks
     python -m minidist.bench tp                one layer over 2 ranks, beside one rank
 
 Every table says what it ran on; none is asserted by a test.
@@ -16,7 +17,7 @@ from importlib.util import find_spec
 from minidist import BadInput
 from minidist.ranks import launch
 
-PARTS = "engine", "collectives", "train", "tp"
+PARTS = "engine", "attention", "collectives", "train", "tp"
 
 
 def main():

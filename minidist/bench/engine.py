@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minidist import cost, flags
+from minidist import cost, flags, flash
 from minidist.engine import gpt
 from minidist.engine.data import random_batch
 from minidist.engine.optim import AdamW
@@ -41,6 +41,8 @@ class Row(NamedTuple):
     torch_mb: float | None
     ratio_to_torch: float | None
     memory_ratio: float | None
+    tiled_ms: float                     # the same with attention in tiles
+    tiled_mb: float | None
 
 
 def parser():
@@ -89,9 +91,11 @@ def find_twin():
 
 # ------------------------------------------------------------------------ what is measured
 
-def our_step(preset):
+def our_step(preset, tiled=False):
     """Make a function that takes one step with minidist."""
     model, batch = start(preset)
+    if tiled:
+        flash.use(model)
     optimizer = AdamW(model.parameters(), 1e-3)
 
     def step():
@@ -130,7 +134,7 @@ def product():
 def measure(preset, rounds, twin):
     """Time everything in turn, then weigh it.  -> Row"""
     flops = cost.gpt_flops(cost.Sizes.of(gpt.preset(preset, vocab=VOCAB), B=BATCH[preset]))
-    work = {"ours": our_step(preset), "peak": product()}
+    work = {"ours": our_step(preset), "tiled": our_step(preset, True), "peak": product()}
     if twin:
         work |= {"plain": torch_step(preset, False), "fused": torch_step(preset, True)}
     ms = in_turn(work, rounds)
@@ -139,7 +143,8 @@ def measure(preset, rounds, twin):
     theirs, their_mb = (min((ms[k], memory(torch_step, preset, k == "fused"))
                             for k in ("plain", "fused")) if twin else (None, None))
     return Row(preset, BATCH[preset], ms["ours"], gflops, gflops / peak, ours_mb, theirs, their_mb,
-               ratio(ms["ours"], theirs), ratio(ours_mb, their_mb))
+               ratio(ms["ours"], theirs), ratio(ours_mb, their_mb), ms["tiled"],
+               memory(our_step, preset, True))
 
 
 def ratio(ours, theirs):
@@ -188,9 +193,9 @@ def header(twin):
     return (f"one training step, float32, AdamW, one thread; NumPy {np.__version__}, "
             f"{reference}; {platform.processor() or platform.machine()}\n"
             "GFLOP/s: matrix products alone, attention counted as full T x T; medians of steps "
-            "taken in turn\n\n"
+            "taken in turn; tiled: attention as minidist.flash does it\n\n"
             f"{'preset':8} {'batch':>5} {'ms':>8} {'GFLOP/s':>8} {'of sgemm':>8} {'peak MB':>8} "
-            f"{'PyTorch ms':>11} {'MB':>6} {'time':>6} {'memory':>7}")
+            f"{'PyTorch ms':>11} {'MB':>6} {'time':>6} {'memory':>7} {'tiled ms':>9} {'MB':>6}")
 
 
 def line(row):
@@ -199,5 +204,5 @@ def line(row):
     return (f"{row.preset:8} {row.batch:5} {row.step_ms:8.1f} {row.gflops:8.1f} "
             f"{row.peak_share:8.0%} {show(row.peak_mb, '.0f'):>8} {show(row.torch_ms, '.1f'):>11} "
             f"{show(row.torch_mb, '.0f'):>6} {show(row.ratio_to_torch, '.2f'):>6} "
-            f"{show(row.memory_ratio, '.2f'):>7}")
+            f"{show(row.memory_ratio, '.2f'):>7} {row.tiled_ms:9.1f} {show(row.tiled_mb, '.0f'):>6}")
 

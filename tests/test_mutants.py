@@ -1,0 +1,62 @@
+"""Plausible mistakes in the functions that readers write: each must fail in the lesson's proof."""
+import pytest
+
+from lessons import exercises
+from tests.test_lessons import run, solution
+
+MUTANTS = {
+    ("flash", "merge"): [
+        ("lse[...] = np.logaddexp(lse, lse_new)", "pass"),                    # lse not carried on
+        ("np.logaddexp(lse, lse_new)", "np.maximum(lse, lse_new)"),
+        ("np.exp(-np.logaddexp(0, -ahead))", "0.5 + 0 * ahead"),               # by number of tiles
+        ("np.logaddexp(0, -ahead)", "np.logaddexp(0, ahead)"),                # the old one's share
+        ("np.exp(-np.logaddexp(0, -ahead))", "np.exp(ahead) / (1 + np.exp(ahead))"),   # overflows
+        ("np.maximum(lse, np.finfo(lse.dtype).min)", "lse"),                  # -inf - -inf
+        ("out_new - out", "out_new"),                                         # old one not rescaled
+        ("out += out_new", "out = out + out_new"),                            # not in place
+    ],
+    ("cp", "forward"): [
+        ("sights[comm.rank - step]", "sights[comm.rank]"),
+        ("sights[comm.rank - step]", "sights[comm.rank + step - comm.size]"),  # other direction
+        ("step < comm.size - 1", "step < comm.size"),                         # one hop too many
+        ("arrive() if arrive else None", "kv"),                               # never takes the next
+        ("flash.attend(q, *kv,", "flash.attend(q, kv[1], kv[0],"),
+        ("range(comm.size)", "range(max(1, comm.size - 1))"),                 # misses one block
+        ("flash.nothing(q)", "(np.zeros_like(q), np.zeros(q.shape[:2]))"),    # a key of score 0
+    ],
+    ("cp", "backward"): [
+        ("sights[comm.rank - step]", "sights[comm.rank]"),
+        ("home + gathered()", "home"),                                        # last gradient lost
+        ("gkv + gathered() if gathered else gkv", "gkv"),                     # not added up
+        ("np.zeros_like(kv) if step else home", "np.zeros_like(kv)"),         # own gradient lost
+        ("np.zeros_like(kv) if step else home", "home"),                      # all in one array
+        ("arrive() if arrive else None", "kv"),                               # stale keys
+        ("step < comm.size - 1", "step < comm.size"),                         # one hop too many
+        ("np.zeros_like(q[..., :-1])", "q[..., :-1].copy()"),
+    ],
+    ("ulysses", "to_heads"): [
+        ("apart=HEADS, together=TOKENS", "apart=TOKENS, together=HEADS"),
+        ("apart=HEADS, together=TOKENS", "apart=HEADS, together=HEADS"),
+        ("apart=HEADS, together=TOKENS", "apart=TOKENS, together=TOKENS"),
+        ("apart=HEADS, together=TOKENS", "apart=3, together=TOKENS"),
+        ("all_to_all(x,", "all_to_all(Tensor(x.data),"),                      # off the tape
+        ("all_to_all(x,", "all_to_all(x * 2.0,"),
+    ],
+    ("ulysses", "to_tokens"): [
+        ("apart=TOKENS, together=HEADS", "apart=HEADS, together=TOKENS"),
+        ("apart=TOKENS, together=HEADS", "apart=TOKENS, together=TOKENS"),
+        ("apart=TOKENS, together=HEADS", "apart=HEADS, together=HEADS"),
+        ("apart=TOKENS, together=HEADS", "apart=TOKENS, together=3"),
+        ("all_to_all(x,", "all_to_all(Tensor(x.data),"),
+        ("all_to_all(x,", "all_to_all(x * 2.0,"),
+    ]}
+CASES = [(*which, text) for which, texts in MUTANTS.items() for text in texts]
+
+
+@pytest.mark.parametrize("lesson, function, text", CASES)
+def test_a_mutant_fails(lesson, function, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(exercises, "SIZES", {2, 3})            # on one rank many are right
+    mine = tmp_path / "mine.py"
+    mine.write_text(solution(lesson, function, text))
+    result = run(lesson, 1, "--mine", str(mine))
+    assert not result["ok"] and "FAILED" in result["output"]
