@@ -204,5 +204,6 @@ def line(row):
     return (f"{row.preset:8} {row.batch:5} {row.step_ms:8.1f} {row.gflops:8.1f} "
             f"{row.peak_share:8.0%} {show(row.peak_mb, '.0f'):>8} {show(row.torch_ms, '.1f'):>11} "
             f"{show(row.torch_mb, '.0f'):>6} {show(row.ratio_to_torch, '.2f'):>6} "
-            f"{show(row.memory_ratio, '.2f'):>7} {row.tiled_ms:9.1f} {show(row.tiled_mb, '.0f'):>6}")
+            f"{show(row.memory_ratio, '.2f'):>7} {row.tiled_ms:9.1f} "
+            f"{show(row.tiled_mb, '.0f'):>6}")
 
