@@ -113,7 +113,7 @@ def prove(lesson):
 
     Against plain attention on one rank: zigzag, grouped heads. Then a training run, with targets
     that are not spread evenly over the tokens."""
-    comm, mesh = lesson.comm, setting.mesh(lesson, "cp")
+    comm, mesh = lesson.comm, setting.mesh(lesson.comm, "cp")
     p, mine = comm.size, cp.zigzag(T, comm.size)[comm.rank]
     q, g = np.random.default_rng(0).standard_normal((2, ROWS, 4, T, 3))
     k, v = np.random.default_rng(1).standard_normal((2, ROWS, 2, T, 3))

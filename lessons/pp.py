@@ -27,7 +27,7 @@ def one_stage_at_a_time(lesson):
     lesson.predict("4 ranks, one batch at a time: what share of all time is idle?", 75, "%",
                    why="(p-1)/p: one rank of p works", mistakes={25: "that is the share that works",
                                                                   300: "that is idle / working"})
-    model = pp.split(setting.model(), setting.mesh(lesson, "pp")["pp"])
+    model = pp.split(setting.model(), setting.mesh(lesson.comm, "pp")["pp"])
     lesson.rows(["holds", "parameters"], [
         f"{list(model.parts)[0]} ... {list(model.parts)[-1]}",
         sum(p.data.size for p in model.parameters())])
@@ -140,7 +140,7 @@ def the_same_run(lesson):
         return model
 
     batches = [setting.text(4, step) for step in range(5)]
-    setting.same_training(lesson, setting.reader, spread, setting.mesh(lesson, "pp"), batches)
+    setting.same_training(lesson, setting.reader, spread, setting.mesh(lesson.comm, "pp"), batches)
 
 
 @kit.breaks(pp, "place", first="for p")

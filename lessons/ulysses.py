@@ -95,7 +95,7 @@ def prove(lesson):
     """Is it the same training, and what is sent?
 
     Each exchange against the other cut of the same array, forward and backward; then training."""
-    comm, mesh = lesson.comm, setting.mesh(lesson, "cp")
+    comm, mesh = lesson.comm, setting.mesh(lesson.comm, "cp")
     p, r = comm.size, comm.rank
     x, g = np.random.default_rng(0).standard_normal((2, ROWS, H, T, E))
     cut = {name: [np.split(a, p, dim)[r] for a in (x, g)]

@@ -79,7 +79,7 @@ def under_the_roof(lesson):
         Of the roof: the least time, over the time. Here {max(share, key=share.get)} comes closest
         and {min(share, key=share.get)} stays furthest below: elementwise NumPy passes over an array
         many times."""
-                + (" More than 100 %: another program was busy while the peak was measured."
+                + (" More than 100 %: something was busy while the peak was measured."
                    if max(share.values()) > 100 else ""))
     lesson.figure(draw, peak, stream, found)
 
@@ -97,8 +97,7 @@ def operations():
 def on_a_gpu(lesson):
     """The same walls on a GPU
 
-    From datasheets: dense bf16; NVLink one way, half of the 900 and 1800 GB/s that are quoted; a
-    network card of 400 and 800 Gbit/s. How many flops must a byte be worth, over each wire?"""
+    Datasheets: dense bf16; NVLink one way, half of what is quoted; network of 400, 800 Gbit/s."""
     lesson.table(["", "Tflop/s", "memory", "TB/s", "link GB/s", "flops per byte: memory", "link",
                   "network"],
                  [(f"{name}, bf16", f"{flops / 1e12:.4g}", kit.size(size), f"{memory / 1e12:.3g}",
