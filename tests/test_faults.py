@@ -13,14 +13,15 @@ FOUND = {
     "G1": "step.a_group_that_is_no_axis_of_the_mesh_is_refused mesh.every_group_says_its_axes",
     "G2": "step.a_step_without_a_mesh_is_taken_on_the_models step.another_mesh_is_refused",
     "G3": "step.deferred_weight_passes_equal_one_process",
-    "G4": "nn.containers_are_walked",
+    "G4": "nn.containers_are_walked optim.refuses_nothing_to_train",
     "G5": "step.every_rank_can_gather_what_one_stage_holds",
     "G6": "data.what_is_taken_first_does_not_matter",
     "G7": "comm.in_a_loop_nothing_stays_on_mpi mesh.300_meshes_and_100_wrapped_models_leave_nothing "
           "tensor.changes_are_forgotten_when_their_memory_dies",
     "G8": "house.imports_stay_within_the_rules house.there_is_no_circle",
     "G9": "kit.patched_reaches_the_plan_of_tensor_parallelism_and_the_algorithms",
-    "G10": "data.what_is_not_there_is_not_counted_or_spelled threads.a_world_without_ranks_is_refused",
+    "G10": "data.what_is_not_there_is_not_counted_or_spelled "
+           "threads.a_world_without_ranks_is_refused",
     "G11": "placement.a_missing_gradient_is_zeros_of_the_piece",
     "G12": "verify.many_steps_of_any_optimizer_hold_the_bound "
            "data.default_text_is_the_same_on_every_python",

@@ -154,6 +154,12 @@ def test_state_is_by_name_and_only_where_a_gradient_was():
     assert all(p.grad is None for p in params)
 
 
+@pytest.mark.parametrize("make", [SGD, AdamW])
+def test_refuses_nothing_to_train(make):
+    with pytest.raises(ValueError, match="would train nothing"):
+        make([], 0.1)
+
+
 def test_refuses_a_parameter_listed_twice():
     p = Parameter(np.ones(2), "p")
     with pytest.raises(ValueError, match="share a name"):
