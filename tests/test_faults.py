@@ -16,7 +16,8 @@ FOUND = {
     "G4": "nn.containers_are_walked optim.refuses_nothing_to_train",
     "G5": "step.every_rank_can_gather_what_one_stage_holds",
     "G6": "data.what_is_taken_first_does_not_matter",
-    "G7": "comm.in_a_loop_nothing_stays_on_mpi mesh.300_meshes_and_100_wrapped_models_leave_nothing "
+    "G7": "comm.in_a_loop_nothing_stays_on_mpi "
+          "mesh.300_meshes_and_100_wrapped_models_leave_nothing "
           "tensor.changes_are_forgotten_when_their_memory_dies",
     "G8": "house.imports_stay_within_the_rules house.there_is_no_circle",
     "G9": "kit.patched_reaches_the_plan_of_tensor_parallelism_and_the_algorithms",
