@@ -81,7 +81,7 @@ def need_mpi():
         pytest.skip("no mpiexec beside this Python or on PATH")
 
 
-def execute(command, timeout, env=None, interrupt=None):
+def execute(command, timeout=HANG, env=None, interrupt=None):
     """Run a command to its end -> (exit status, or None if it hung; output).  Leaves no process
 
     interrupt: send Ctrl-C to the whole job as soon as its output contains this text.

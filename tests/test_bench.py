@@ -21,7 +21,7 @@ BENCH = [sys.executable, "-m", "minidist.bench"]
     (["tp"], "1 rank shares no layer"),
 ])
 def test_refusals(words, told):
-    status, output = execute([*BENCH, *words], 60)
+    status, output = execute([*BENCH, *words])
     assert status == 2 and told in output and "Traceback" not in output
     assert output.count("error:") == 1 and len(output.splitlines()) == 1
 
@@ -29,7 +29,7 @@ def test_refusals(words, told):
 def test_the_table_of_attention(tmp_path):
     path = tmp_path / "rows.json"
     status, output = execute([*BENCH, "attention", "-n", "2", "--tokens", "64", "--rounds", "1",
-                              "--no-torch", "--json", str(path)], 60)
+                              "--no-torch", "--json", str(path)])
     assert status == 0, output
     rows = json.loads(path.read_text())["rows"]
     assert [row["attention"] for row in rows] == ["plain", "tiled", "ring, 2 ranks"]
@@ -40,7 +40,7 @@ def test_the_table_of_attention(tmp_path):
 def test_the_engine_s_table_and_file(tmp_path):
     file = tmp_path / "rows.json"
     status, output = execute([*BENCH, "engine", "--preset", "lesson", "--rounds", "1", "--no-torch",
-                              "--json", str(file)], 120)
+                              "--json", str(file)])
     assert status == 0, output
     row, = json.loads(file.read_text())["rows"]
     assert row["preset"] == "lesson" and row["torch_ms"] is row["ratio_to_torch"] is None
@@ -84,7 +84,7 @@ def test_tensor_parallel_table_and_file(tmp_path):
     file = tmp_path / "rows.json"
     for words in [], ["--sp"]:
         status, output = execute([*BENCH, "tp", "-n", "2", "--preset", "lesson", "--steps", "1",
-                                  "--json", str(file), *words], 120)
+                                  "--json", str(file), *words])
         assert status == 0, output
         row, = json.loads(file.read_text())["rows"]
         assert (row["ranks"], row["sp"]) == (2, bool(words))

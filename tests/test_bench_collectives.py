@@ -22,7 +22,7 @@ def row(collective, algorithm, p, nbytes, t, mpi=None):
 def test_table_file_and_picture(tmp_path):
     file = tmp_path / "rows.json"
     status, output = execute([*COMMAND, "--max-bytes", "4096", "--json", str(file),
-                              "--out", str(tmp_path)], 60)
+                              "--out", str(tmp_path)])
     assert status == 0, output
     assert "2 ranks on" in output and "wrong" in output and "alpha (us/step)" in output
     assert (tmp_path / "bench_collectives.png").read_bytes()[1:4] == b"PNG"
@@ -47,7 +47,7 @@ def test_table_file_and_picture(tmp_path):
     (["--json", "/"], "is a directory"),
 ])
 def test_refusals(flags, message):
-    status, output = execute([*COMMAND, *flags], 60)
+    status, output = execute([*COMMAND, *flags])
     assert status == 2 and message in output and "Traceback" not in output
 
 

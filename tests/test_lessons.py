@@ -149,7 +149,7 @@ def test_a_lesson_proves_itself_under_mpirun(name, tmp_path):
     need_mpi()
     path = tmp_path / "result.json"
     command = [sys.executable, "-m", f"lessons.{name}", "--json", str(path), "--out", str(tmp_path)]
-    status, output = execute(launch.command(4, command), 60)
+    status, output = execute(launch.command(4, command))
     assert status == 0, output
     result = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert result["ok"] and result["lesson"] == name and result["ranks"] == 4

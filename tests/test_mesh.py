@@ -196,7 +196,7 @@ def give_and_take(world, meshes, models):
     return [after_meshes.tolist(), after_models.tolist()]
 
 
-@mpi.mpi(2, timeout=120)
+@mpi.mpi(2)
 def test_300_meshes_and_100_wrapped_models_leave_nothing(comm):
     """MPICH would run out of communicators after 250 meshes."""
     assert give_and_take(comm, 300, 100) == [[0, 0, 0]] * 2

@@ -140,7 +140,7 @@ def test_hundreds_of_ranks_and_a_picture(tmp_path):
 
 def test_the_command(tmp_path):
     def simulate(*args):
-        return execute([sys.executable, "-m", "minidist.simulate", *args], 60)
+        return execute([sys.executable, "-m", "minidist.simulate", *args])
 
     path = tmp_path / "x.json"
     status, output = simulate("--schedule", "all", "-p", "4", "-m", "8", "--json", str(path))
