@@ -25,7 +25,7 @@ FUNCTIONS = [(name, f.__name__) for name in NAMES for f in SCRIPTS[name].exercis
 PLANTED = {
     ("step", "layer_norm"): ("unit * w.data", "unit * 1"),
     ("step", "gelu"): ("np.multiply(g, slope, out=slope)", "np.multiply(x.data, slope, out=slope)"),
-    ("memory", "held"): ("p.grad.nbytes for", "p.grad.size for"),
+    ("memory", "held"): ("p.data.nbytes for", "p.data.size for"),
     ("mesh", "coordinates"): ("tuple(sizes.values())", "tuple(sizes.values()), order='F'"),
     ("mesh", "groups"): ("outside + inside", "inside + outside"),
     ("walls", "linear_work"): ("+ N * F, w", ", w"),
