@@ -1,8 +1,10 @@
 """Context parallelism: a sequence over ranks is the same training, at the price that cost says."""
+import functools
+
 import numpy as np
 import pytest
 
-from minidist import BadInput, cost, cp, dp, flash, sp, tp, verify
+from minidist import BadInput, cost, cp, dp, flash, parallel, sp, tp, verify
 from minidist.engine import functional as F
 from minidist.engine.data import IGNORE, Batch, random_batch
 from minidist.engine.tensor import Tensor, no_grad
@@ -56,6 +58,14 @@ def test_with_other_axes(method, sequence, layout):
     if not sequence or "tp" in layout:
         check_layout(over_cp(method, sequence), 2, sync=True, rows=3, layers=1, **layout,
                      **{**SIZES, "kv_heads": 4})
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@every_method
+def test_with_zero(method, stage):
+    check_layout(functools.partial(parallel.spread, method=method, zero=stage), 2, cp=2, dp=2,
+                 equip=lambda optimizer, model, mesh: parallel.equip(optimizer, model),
+                 rows=3, layers=2, **{**SIZES, "kv_heads": 4})
 
 
 @every_method
