@@ -114,16 +114,17 @@ def ring_attention(q, k, v, comm, sights):
     kv = widened(np.array([flash.fold(k.data, K), flash.fold(v.data, K)]))
     with comm.operation("ring_attention"):
         out, lse = forward(qs, kv, comm, sights)
+    y = flash.unfold(out, shape)
 
     def vjp(g):
-        q1, g1 = flash.prepare(qs, flash.fold(widened(g), K), out, lse)
+        q1, g1 = flash.prepare(qs, flash.fold(widened(g), K), flash.fold(y, K), lse)
         with comm.operation("ring_attention"):
             gq, (gk, gv) = backward(q1, g1, kv, comm, sights)
         gq *= scale
         return [x.astype(dtype, copy=False) for x in (
             flash.unfold(gq, shape), gk.reshape(kv_shape), gv.reshape(kv_shape))]
 
-    return Tensor(flash.unfold(out, shape).astype(dtype, copy=False), (q, k, v), vjp)
+    return Tensor(y.astype(dtype, copy=False), (q, k, v), vjp)
 
 
 # ------------------------------------------------------------------------ in a GPT

@@ -199,9 +199,12 @@ def fold(x, K):
 
 
 def unfold(x, shape):
-    """Undo fold.  [B K, T H/K, e] -> shape, [B, H, T, e]"""
-    B, _, T, e = shape
-    return x.reshape(B, -1, T, x.shape[1] // T, e).swapaxes(2, 3).reshape(shape)
+    """Undo fold.  [B K, T H/K, e] -> shape, [B, H, T, e]
+
+    A view of [B, T, H, e], the layout in which the next layer takes it, and keeps it, uncopied."""
+    B, H, T, e = shape
+    x = x.reshape(B, -1, T, x.shape[1] // T, e).swapaxes(1, 2)
+    return np.ascontiguousarray(x).reshape(B, T, H, e).swapaxes(1, 2)
 
 
 def attention(q, k, v, causal=True, positions=None, key_positions=None, dropout=None):
@@ -221,16 +224,17 @@ def attention(q, k, v, causal=True, positions=None, key_positions=None, dropout=
     ks, vs = (fold(widened(x.data), K) for x in (k, v))
     out, lse = nothing(qs)
     attend(qs, ks, vs, sight, out, lse)
+    y = unfold(out, shape)
 
     def vjp(g):
         gq, gk, gv = np.zeros_like(qs), np.zeros_like(ks), np.zeros_like(vs)
-        q1, g1 = prepare(qs, fold(widened(g), K), out, lse)
+        q1, g1 = prepare(qs, fold(widened(g), K), fold(y, K), lse)
         attend_backward(q1, g1, ks, vs, sight, gq, gk, gv)
         gq *= scale
         return [x.astype(dtype, copy=False) for x in (
             unfold(gq, shape), gk.reshape(B, K, S, e), gv.reshape(B, K, S, e))]
 
-    return Tensor(unfold(out, shape).astype(dtype, copy=False), (q, k, v), vjp)
+    return Tensor(y.astype(dtype, copy=False), (q, k, v), vjp)
 
 
 # ------------------------------------------------------------------------ in a GPT

@@ -24,7 +24,7 @@ class Sizes:
     w: int = 4                  # bytes per number
     tied: bool = True           # are the head's weights the embedding's?
     dropout: bool = False
-    tile: int = 64              # attention takes so many queries at a time
+    tile: int = 64              # attention takes so many queries at a time; 0: it keeps no weights
 
     def __post_init__(self):
         object.__setattr__(self, "K", self.K or self.H)
@@ -95,7 +95,8 @@ def block_activations(sizes, share=None):
     B, T, D, N, w = sizes.B, sizes.T, sizes.D, sizes.N, sizes.w
     own = share or Share(sizes.H, sizes.kv, sizes.F, N, N)
     norm = Kept("layer_norm", "normalised rows, 1/deviation", "N D + N", own.stream * (D + 1) * w)
-    attention = N * (2 * own.heads * sizes.e + own.kv) + B * own.heads * tiles(T, sizes.tile)
+    weights = B * own.heads * (tiles(T, sizes.tile) if sizes.tile else T)       # or lse, of flash
+    attention = N * (2 * own.heads * sizes.e + own.kv) + weights
     rows = [
         norm,
         Kept("linear qkv", "its input", "N D", own.inputs * D * w),
@@ -106,7 +107,8 @@ def block_activations(sizes, share=None):
         Kept("gelu", "its derivative", "4 N D", N * own.hidden * w),
         Kept("linear fc2", "its input", "4 N D", N * own.hidden * w)]
     if sizes.dropout:
-        rows += [Kept("dropout", "mask of the weights", "B H T^2", B * own.heads * T * T * w),
+        mask = B * own.heads * T * T if sizes.tile else 0
+        rows += [Kept("dropout", "mask of the weights", "B H T^2", mask * w),
                  Kept("dropout", "masks of the residuals", "2 N D", 2 * own.stream * D * w)]
     return rows
 

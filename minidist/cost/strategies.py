@@ -186,7 +186,9 @@ def pp(sizes, group, m, v=1, folded=False):
 class Layout:
     """Say how a training step is spread over ranks, as minidist.parallel spreads it."""
     dp: int = 1
+    cp: int = 1
     tp: int = 1
+    method: str = "zigzag"              # over the ranks of cp: "ring", "zigzag" or "ulysses"
     zero: int = 0                       # the stage of ZeRO over the ranks of dp; 0: DDP
     sequence: str | None = None         # over the ranks of tp: "again", "keep" or not at all
     microbatches: int = 1
@@ -217,7 +219,8 @@ class Rank:
         self.layout, self.at = layout, {axis: at.get(axis, 0) for axis in AXES}
         self.sizes, self.tp = sizes, self.group("tp")
         rows = chunks(sizes.B, layout.dp)[self.at["dp"]]
-        self.batches = [replace(sizes, B=b) for b in chunks(rows, layout.microbatches)]
+        self.batches = [replace(sizes, B=b, T=sizes.T // layout.cp)
+                        for b in chunks(rows, layout.microbatches)]
         self.shapes = tp_shapes(sizes, self.tp)
 
     def group(self, *axes):
@@ -229,7 +232,7 @@ class Rank:
         return Group(p, rank, self.layout.chosen)
 
 
-AXES = "dp", "tp"                       # of a layout, outermost first
+AXES = "dp", "cp", "tp"                       # of a layout, outermost first
 
 
 def data_parallel_sends(rank):
@@ -243,7 +246,7 @@ def data_parallel_sends(rank):
         yield ("dp",), zero(sums, group, w, layout.zero, layout.microbatches, gathers)
     else:
         yield ("dp",), ddp([sum(one) + len(one) for one in sums], group, w)
-    yield ("dp",), group.all_reduce(2, 8)
+    yield ("dp", "cp"), rank.group("dp", "cp").all_reduce(2, 8)
 
 
 def tensor_parallel_sends(rank):
@@ -255,9 +258,27 @@ def tensor_parallel_sends(rank):
         forward, backward = sp(sizes, rank.tp, way == "keep") if way else tp(sizes, rank.tp)
         yield ("tp",), forward + backward
     if way:
-        p = rank.layout.dp if rank.layout.zero else 1               # ZeRO: of my piece of each
-        yield ("tp",), dp([-(-numbers // p) for numbers, cut in rank.shapes if not cut], rank.tp,
-                          rank.sizes.w)
+        yield ("cp", "tp"), rest(rank, (False,), "cp", "tp")
+
+
+def context_parallel_sends(rank):
+    """Keys and values, or heads, of each micro-batch; then gradients, of what sp leaves."""
+    layout, group, way = rank.layout, rank.group("cp"), rank.layout.sequence
+    if group.p == 1:
+        return
+    for sizes in rank.batches:
+        mine = replace(sizes, T=sizes.T * group.p, D=sizes.D // layout.tp, H=sizes.H // layout.tp,
+                       K=max(1, sizes.K // layout.tp))
+        forward, backward = (ulysses if layout.method == "ulysses" else cp)(mine, group)
+        yield ("cp",), forward + backward
+    yield ("cp",), rest(rank, (True,) if way and rank.tp.p > 1 else (True, False), "cp")
+
+
+def rest(rank, kinds, *axes):
+    """Price of summing gradients after backward: those that are cut by tp, or not."""
+    p = rank.layout.dp if rank.layout.zero else 1                   # ZeRO: of my piece of each
+    return dp([-(-numbers // p) for numbers, cut in rank.shapes if cut in kinds],
+              rank.group(*axes), rank.sizes.w)
 
 
 def norm_sends(rank):
@@ -265,7 +286,7 @@ def norm_sends(rank):
     yield AXES, rank.group(*AXES).all_reduce(1, 8)
 
 
-SENDS = [data_parallel_sends, tensor_parallel_sends, norm_sends]
+SENDS = [data_parallel_sends, tensor_parallel_sends, context_parallel_sends, norm_sends]
 
 
 def step(sizes, layout, targets=None, **at):
@@ -283,7 +304,9 @@ def step(sizes, layout, targets=None, **at):
     held = (zero_held(numbers, group, layout.zero, layout.state)
             if layout.zero and group.p > 1 else
             (sum(numbers), sum(numbers), layout.state * sum(numbers)))
-    largest = rank.batches[0]
+    largest, places = rank.batches[0], 0
+    if layout.cp > 1 and layout.method != "ulysses":        # tiles; and whose keys stand where
+        largest, places = replace(largest, tile=0), 8 * sizes.T * sizes.L
     A = (gpt_activations(largest, targets) if rank.tp.p == 1 else
          tp_activations(largest, rank.tp, layout.sequence))
-    return Step(sent, Held(*(numbers * sizes.w for numbers in held), A))
+    return Step(sent, Held(*(numbers * sizes.w for numbers in held), A + places))
