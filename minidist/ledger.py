@@ -9,10 +9,14 @@ Every number is a sum over arrays that are alive now, each buffer counted once; 
 
 Lesson: mpirun -n 4 python -m lessons.memory   (and lessons.step)
 """
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
+
 from minidist.engine.tensor import Node, graph_bytes
+from minidist.step import train_step
 
 
 class Bytes(NamedTuple):
@@ -100,3 +104,61 @@ def over_step(model, batch, optimizer):
     optimizer.step(1 / batch.count)
     note("optimizer")
     return events
+
+
+def classes(model, optimizer, *roots, batch=None):
+    """Count what is held now, by class, whatever strategy holds it.  -> {class: bytes}
+
+    gathered: parameters beyond this rank's pieces, whole or on their way (ZeRO, stage 3).
+    buckets: buffers from which gradients are sent; at stage 1 my piece lies in one of them."""
+    pieces, params = getattr(model, "pieces", {}), model.parameters()
+    own = [pieces.get(p.name, p.data) for p in params]
+    whole = [p.data for p in params if p.data is not pieces.get(p.name, p.data)]
+    whole += [x for works in getattr(model, "whole", {}).values() for _, on, _ in works for x in on]
+    sums = [*getattr(model, "sums", {}).values(), *(p.grad for p in params if p.grad is not None)]
+    inside = [x for x in sums if any(bucket.nbytes and np.may_share_memory(x, bucket.flat)
+                                     for bucket in getattr(model, "buckets", ()))]
+    return {"parameters": nbytes(own), "gathered": nbytes(whole),
+            "gradients": nbytes(sums) - nbytes(inside),
+            "buckets": sum(bucket.nbytes for bucket in getattr(model, "buckets", ())),
+            "optimizer": nbytes(x for arrays in optimizer.state.values() for x in arrays),
+            "activations": graph_bytes(*map(rooted, roots), exclude=known(model, batch))}
+
+
+def nbytes(arrays):
+    """Add up the bytes of arrays, each once."""
+    return sum({id(x): x.nbytes for x in arrays}.values())
+
+
+def timeline(model, batch, optimizer, **options):
+    """Take one training step and count by class at named points.  -> [(point, {class: bytes})]
+
+    Points: a part has run and is still whole; a gradient is complete; the step is done.  options:
+    see train_step.  Collective"""
+    points, graph = [], []
+
+    def note(point):
+        points.append((point, classes(model, optimizer, *graph, batch=batch)))
+
+    def around(name, forward, *args):
+        y = forward(*args)
+        graph.extend(nodes(y) if y.node else ())
+        note(f"forward {name}")
+        return y
+
+    wrappers = {name: partial(around, name) for name in model.parts}
+    for name, wrapper in wrappers.items():                  # innermost: before a part is freed
+        model.parts[name].__dict__.setdefault("wrappers", []).insert(0, wrapper)
+    hooks = [(p, lambda p: note(f"backward {p.name}")) for p in model.parameters()]
+    for p, hook in hooks:
+        p.hooks.insert(0, hook)
+    try:
+        train_step(model, batch, optimizer, **options)
+    finally:
+        for name, wrapper in wrappers.items():
+            model.parts[name].wrappers.remove(wrapper)
+        for p, hook in hooks:
+            p.hooks.remove(hook)
+    graph.clear()
+    note("step")
+    return points

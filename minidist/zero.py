@@ -233,14 +233,15 @@ class Stage3(Stage2):
             for dtype in sorted({p.dtype for p in self.units[i]}, key=str):
                 members = [p for p in self.units[i] if p.dtype == dtype]
                 wholes = [np.empty(p.placements[self.key].shape, dtype) for p in members]
-                works.append((members, self.stream.submit(
+                works.append((members, wholes, self.stream.submit(
                     buckets.gather, [self.pieces[p.name] for p in members], wholes)))
 
     def need(self, i):
         """Make part i whole."""
         self.ask(i)
-        for members, work in self.whole[i]:
-            for p, whole in zip(members, work.wait()):
+        for members, wholes, work in self.whole[i]:
+            work.wait()
+            for p, whole in zip(members, wholes):
                 p.data = whole
         self.whole[i] = []
 

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from minidist import BadInput, buckets, dp, sp, tp, verify, zero
+from minidist import BadInput, buckets, cost, dp, ledger, parallel, pp, sp, tp, verify, zero
 from minidist.dp import DistributedDataParallel
 from minidist.engine.data import random_batch
 from minidist.engine.gpt import GPT
@@ -314,3 +314,102 @@ def test_one_message_takes_pieces_of_any_size_home():
         return all(np.array_equal(a, b) for a, b in zip(found, wholes))
     for ranks in (1, 2, 3, 4, 8):
         assert all(run_threads(ranks, fn))
+
+
+# ------------------------------------------------------------------- what is held, over a step
+
+def held_over_a_step(world, stage, microbatches, options, tied=True):
+    mesh = DeviceMesh(world, dp=world.size)
+    model = zero.parallelize(perturb(tiny(tied=tied)), mesh["dp"], stage, **options)
+    optimizer = attach(OPTIMIZERS["AdamW"](model.parameters()), model, mesh)
+    train_step(model, batches()[0], optimizer)
+    points = ledger.timeline(model, batches()[1], optimizer, num_microbatches=microbatches)
+    whole = [p.full_shape for p in model.parameters()]
+    units = [8 * sum(int(np.prod(p.full_shape)) for p in part.parameters())
+             for part in model.parts.values()]
+    return points, [int(np.prod(shape)) for shape in whole], units
+
+
+@stages
+@pytest.mark.parametrize("ranks, microbatches", [(2, 1), (3, 3), (4, 1)])
+def test_bytes_held_between_steps_are_those_of_the_formula(stage, ranks, microbatches):
+    found = run_threads(ranks, held_over_a_step, stage, microbatches, {})
+    for rank, (points, numbers, _) in enumerate(found):
+        P, G, O = (8 * n for n in cost.zero_held(numbers, cost.Group(ranks, rank), stage))
+        name, end = points[-1]
+        assert name == "step" and end["gathered"] == end["activations"] == 0
+        flags = 8 * ranks * len(numbers) if stage == 1 else 0
+        assert (end["parameters"], end["gradients"] + end["buckets"] - flags,
+                end["optimizer"]) == (P, G, O)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("tied", [True, False])
+def test_stage_3_gathers_two_parts_at_most(microbatches, tied):
+    for points, _, units in run_threads(3, held_over_a_step, 3, microbatches, {}, tied):
+        forward = [held["gathered"] for name, held in points if name.startswith("forward")]
+        pairs = [a + b for a, b in zip(units, [*units[1:], 0])]
+        assert forward == pairs * microbatches
+        assert max(held["gathered"] for _, held in points) == max(pairs)
+
+
+def test_stage_2_holds_no_more_than_a_few_buckets():
+    """One that fills, and those on their way; in stage 1 all stay."""
+    peaks = {}
+    for stage in (1, 2):
+        points, numbers, _ = run_threads(2, held_over_a_step, stage, 1, SMALL)[0]
+        peaks[stage] = max(held["buckets"] for _, held in points)
+    largest = 8 * (max(numbers) + 2)
+    assert peaks[1] >= 8 * sum(numbers) and peaks[2] <= (zero.IN_FLIGHT + 1) * largest
+
+
+# ------------------------------------------------------------------- with a pipeline
+
+def staged(model, mesh):
+    return pp.split(model, mesh["pp"], "1f1b")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_stage_1_with_a_pipeline(tied):
+    proven(1, "tiny", staged, ["AdamW"], dp=2, pp=2, num_microbatches=2, tied=tied)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_other_stages_with_a_pipeline_are_refused(stage):
+    from types import SimpleNamespace
+    sizes = {axis: 2 if axis == "pp" else None for axis in parallel.OFFERED}
+    args = SimpleNamespace(batch=4, sp=None, zero=stage, schedule=None, chunks=None, **sizes)
+
+    def fn(world):
+        with pytest.raises(BadInput, match=f"--zero {stage} .* use --zero 1"):
+            parallel.make_mesh(args, world)
+        return True
+    assert run_threads(2, fn) == [True] * 2
+
+
+# ------------------------------------------------------------------- a ZeRO of one's own
+
+def own_zero(model, comm):
+    """All that a file of one's own needs: a function of a plain model and a group of ranks."""
+    return zero.parallelize(model, comm, 2)
+
+
+def own_optimizer(optimizer, model, mesh):
+    return zero.attach(optimizer, model)
+
+
+class Forgets(zero.Stage2):
+    """Keeps the last micro-batch only."""
+
+    def collect(self, bucket, mine):
+        self.sums = {name: g for name, g in self.sums.items() if name not in bucket.columns}
+        super().collect(bucket, mine)
+
+
+def test_a_zero_of_ones_own_is_checked():
+    def mine(way):
+        return verify.layout(lambda model, mesh: way(model, mesh["dp"]), own_optimizer, dp=3,
+                             num_microbatches=2)
+    assert mine(own_zero).equal
+    wrong = mine(Forgets)
+    assert not wrong.equal and wrong.line().startswith("DIVERGED at step 0: ")

@@ -38,14 +38,17 @@ class Twin:
     def mlp(self, x, name):
         return self.linear(F.gelu(self.linear(x, name + ".fc1"), approximate="tanh"), name + ".fc2")
 
-    def loss(self, batch):
-        """The sum of the losses, as model(batch)."""
+    def block(self, x, i):
+        x = x + self.attention(self.layer_norm(x, f"blocks.{i}.norm1"), f"blocks.{i}.attn")
+        return x + self.mlp(self.layer_norm(x, f"blocks.{i}.norm2"), f"blocks.{i}.mlp")
+
+    def loss(self, batch, block=None):
+        """The sum of the losses, as model(batch).  block: what stands for self.block"""
         tokens, stream, targets = map(torch.as_tensor, (batch.tokens, batch.stream, batch.targets))
         wte = self.params["embed.wte.weight"]
         x = F.embedding(tokens, wte) + F.embedding(stream, self.params["embed.wpe.weight"])
         for i in range(self.config.layers):
-            x = x + self.attention(self.layer_norm(x, f"blocks.{i}.norm1"), f"blocks.{i}.attn")
-            x = x + self.mlp(self.layer_norm(x, f"blocks.{i}.norm2"), f"blocks.{i}.mlp")
+            x = (block or self.block)(x, i)
         x = self.layer_norm(x, "head.norm")
         logits = F.linear(x, self.params.get("head.out.weight", wte))
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1),

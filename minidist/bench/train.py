@@ -5,7 +5,8 @@
 
 Jobs take turns, since machines are noisy: what is compared has seen the same machine. scaling is
 tokens/s over those of one rank, so p is perfect, up to the number of cores. The opponent is
-PyTorch's DistributedDataParallel over gloo, on the same GPT, batch and optimizer, one thread per
+PyTorch's DistributedDataParallel over gloo (with --zero 2 or 3, its fully_shard, which frees
+parameters after forward at stage 3), on the same GPT, batch and optimizer, one thread per
 rank as well; it runs where PyTorch is installed and the repository's tests are at hand.
 
 Run: python -m minidist.bench train --preset mini --batch 8
@@ -55,8 +56,8 @@ def parser():
 def work(args):
     """Be a rank of a job: take the steps; rank 0 prints their seconds."""
     mesh, config, batches = setting(args)
-    model = parallel.spread(gpt.GPT(config), mesh)
-    optimizer, laps = AdamW(model.parameters(), 1e-4), []
+    model = parallel.spread(gpt.GPT(config), mesh, zero=args.zero)
+    optimizer, laps = parallel.equip(AdamW(model.parameters(), 1e-4), model), []
     for batch in batches:
         start = time.perf_counter()
         train_step(model, batch, optimizer, mesh)
@@ -94,7 +95,8 @@ def theirs(args, ranks):
 
 
 def passed_on(args):
-    return ["--preset", args.preset, "--batch", str(args.batch), "--steps", str(args.steps)]
+    sizes = ["--preset", args.preset, "--batch", str(args.batch), "--steps", str(args.steps)]
+    return sizes + (["--zero", str(args.zero)] if args.zero else [])
 
 
 def finished(processes):
@@ -168,7 +170,8 @@ def table(args, counts, laps):
 
 def headline(args, opponent):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    beside = ("beside PyTorch DDP over gloo" if opponent else "nothing beside it" if args.alone
+    other = "fully_shard" if (args.zero or 0) > 1 else "DDP"
+    beside = (f"beside PyTorch {other} over gloo" if opponent else "nothing beside it" if args.alone
               else "nothing beside it: PyTorch or the repository's tests are not there")
     return (f"{args.preset}, float32, AdamW, {args.batch} sequences per step in every row\n"
             f"{cores} cores, one BLAS thread per rank, NumPy {np.__version__}; {beside}\n"
