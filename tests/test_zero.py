@@ -335,12 +335,12 @@ def held_over_a_step(world, stage, microbatches, options, tied=True):
 def test_bytes_held_between_steps_are_those_of_the_formula(stage, ranks, microbatches):
     found = run_threads(ranks, held_over_a_step, stage, microbatches, {})
     for rank, (points, numbers, _) in enumerate(found):
-        P, G, O = (8 * n for n in cost.zero_held(numbers, cost.Group(ranks, rank), stage))
+        expected = cost.zero_held(numbers, cost.Group(ranks, rank), stage)
         name, end = points[-1]
         assert name == "step" and end["gathered"] == end["activations"] == 0
         flags = 8 * ranks * len(numbers) if stage == 1 else 0
         assert (end["parameters"], end["gradients"] + end["buckets"] - flags,
-                end["optimizer"]) == (P, G, O)
+                end["optimizer"]) == tuple(8 * n for n in expected)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
