@@ -23,7 +23,7 @@ from lessons.tables import WIDTH, relative
 from minidist.ranks.comm import Deadlock, run_threads
 
 OURS = ("minidist", "lessons", "__main__")
-TIMEOUT = 30                                         # seconds until a trial counts as endless
+TIMEOUT = 600                                        # seconds until a trial counts as endless
 
 
 def breaks(owner, name, ranks=None, sync=False, first=None):

@@ -9,6 +9,7 @@ Every number is a sum over arrays that are alive now, each buffer counted once; 
 
 Lesson: mpirun -n 4 python -m lessons.memory   (and lessons.step)
 """
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -146,19 +147,26 @@ def timeline(model, batch, optimizer, **options):
         note(f"forward {name}")
         return y
 
-    wrappers = {name: partial(around, name) for name in model.parts}
-    for name, wrapper in wrappers.items():                  # innermost: before a part is freed
-        model.parts[name].__dict__.setdefault("wrappers", []).insert(0, wrapper)
-    hooks = [(p, lambda p: note(f"backward {p.name}")) for p in model.parameters()]
-    for p, hook in hooks:
-        p.hooks.insert(0, hook)
-    try:
+    with watched(model, around, lambda p: note(f"backward {p.name}")):
         train_step(model, batch, optimizer, **options)
-    finally:
-        for name, wrapper in wrappers.items():
-            model.parts[name].wrappers.remove(wrapper)
-        for p, hook in hooks:
-            p.hooks.remove(hook)
     graph.clear()
     note("step")
     return points
+
+
+@contextmanager
+def watched(model, around, hook):
+    """Put around(name, forward, ...) into each part, innermost, and hook(p) first on each leaf."""
+    wrappers = {name: partial(around, name) for name in model.parts}
+    for name, wrapper in wrappers.items():                  # innermost: before a part is freed
+        model.parts[name].__dict__.setdefault("wrappers", []).insert(0, wrapper)
+    params = model.parameters()
+    for p in params:
+        p.hooks.insert(0, hook)
+    try:
+        yield
+    finally:
+        for name, wrapper in wrappers.items():
+            model.parts[name].wrappers.remove(wrapper)
+        for p in params:
+            p.hooks.remove(hook)

@@ -197,7 +197,7 @@ def layout(strategy, equip=None, make_optimizer=None, steps=3, rows=5, prepare=N
         return train(plain, make_optimizer or careful_adamw, strategy, mesh, batches, equip=equip,
                      num_microbatches=num_microbatches, max_norm=max_norm, passes=passes)
 
-    return run_threads(dp * pp * cp * tp, rank, sync=sync, timeout=60)[0]
+    return run_threads(dp * pp * cp * tp, rank, sync=sync, timeout=600)[0]
 
 
 def careful_adamw(params):
