@@ -85,14 +85,20 @@ def passes(comm, name, model, batch):
     """The sums of a step's gradients, gathered, and what went over the wire and was alive."""
     with DeviceMesh(comm, pp=comm.size) as mesh:
         pp.split(model, mesh["pp"], name)
-        alive = []
-        model.pipeline.listeners.append(lambda run, *_: alive.append(len(run.live) + len(run.late)))
+        alive, late = [], []
+
+        def listen(run, action, *_):
+            alive.append(len(run.live) + len(run.late))
+            if action[0] == "I":
+                late.append(len(run.late.get(action[1:], ())))
+
+        model.pipeline.listeners.append(listen)
         with comm.counting() as counted:
             loss = model.passes(model, batch.split(M))
         finalize(model.parameters(), mesh, 1)
         for p in model.parameters():
             p.data = np.zeros_like(p.data) if p.grad is None else p.grad
-        return loss, everything(model.parameters(), mesh), counted, max(alive)
+        return loss, everything(model.parameters(), mesh), counted, max(alive), late
 
 
 def prove(lesson):
@@ -111,7 +117,7 @@ def prove(lesson):
              "norms of the stages before": lambda n: n.startswith("blocks.0.norm")}
     wrong = dict.fromkeys(parts, 0.0)
     for name in ("1f1b", "zb-h1"):
-        _, found, counted, alive = passes(comm, name, setting.model(), batch)
+        _, found, counted, alive, late = passes(comm, name, setting.model(), batch)
         for part, inside in parts.items():
             gaps = [kit.difference(found[n], ref[n]) for n in ref if inside(n)]
             wrong[part] = max(wrong[part], *gaps)
@@ -123,6 +129,8 @@ def prove(lesson):
     made = schedules.make("1f1b", p, M)
     lesson.check("1f1b: graphs alive min(p - r, m), also in its list", float(
         live != min(p - r, M) or peak_live(made.actions[r]) != min(p - r, M)))
+    lesson.check("zb-h1: graphs alive min(p, m), each I puts work off", float(
+        alive != min(p, M) or len(late) != M or not all(late)))
     sizes = cost.Sizes.of(model.config, B=ROWS, w=8)
     price, ends = cost.pp(sizes, cost.Group(p, r), M), int(r > 0) + int(r < p - 1)
     lesson.ledger(("messages, E neighbours", "E m", price.messages, border.messages),
