@@ -33,7 +33,7 @@ import numpy as np
 from minidist.engine.dtypes import widened
 from minidist.engine.tensor import Tensor
 
-QUERIES, KEYS = 256, 512                 # a tile: its scores fit in the L2 cache
+QUERIES, KEYS = 128, 1024                 # a tile: its scores fit in the L2 cache
 SCORES = 1 << 17                         # smaller tiles are taken several heads at a time
 LOG2E = math.log2(math.e)                # NumPy's exp2 takes half the time of its exp
 
