@@ -192,8 +192,7 @@ def draw(figure, lengths, held):
 TAKEAWAY = "A softmax can be merged from parts: keep two numbers per query, not T weights."
 FIELD = "FlashAttention; torch scaled_dot_product_attention; out and softmax_lse in its kernels"
 TRY = ["which of the two tables changes when e doubles, and by how much?",
-       "merge three halves in another order by hand: why can the order not matter?",
-       "write merge yourself: python -m lessons.flash --stub mine.py, then --mine mine.py"]
+       "merge three halves in another order by hand: why can the order not matter?"]
 SCREENS = [by_hand, what_is_held, what_is_computed, prove, naive_exp]
 
 if __name__ == "__main__":

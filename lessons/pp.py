@@ -203,8 +203,7 @@ TAKEAWAY = "A pipeline buys memory with idle time, and m micro-batches make that
 FIELD = ("Megatron-LM --pipeline-model-parallel-size, GPipe, PipeDream-Flush = 1F1B; "
          "torch.distributed.pipelining Schedule1F1B")
 TRY = ["which number of screen 3 changes when T doubles, and which do not?",
-       "where does the bubble go when backward is cut in two? next: lessons.schedules",
-       "write one_f_one_b and act yourself: --stub mine.py, then --mine mine.py"]
+       "where does the bubble go when backward is cut in two? next: lessons.schedules"]
 SCREENS = [one_stage_at_a_time, micro_batches, how_many, prove, the_same_run, untied]
 
 if __name__ == "__main__":

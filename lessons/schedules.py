@@ -162,8 +162,7 @@ TAKEAWAY = "A bubble is a wait for a neighbour: shorten what is waited for, or h
 FIELD = ("Megatron-LM --num-layers-per-virtual-pipeline-stage; ScheduleInterleaved1F1B, "
          "ScheduleZBVZeroBubble, ScheduleDualPipeV in torch.distributed.pipelining")
 TRY = ["python -m minidist.simulate --schedule all -p 8 -m 16 --message 0.5: who suffers most?",
-       "when is W longer than its gap? try --F 1 --I 1 --W 3 and look at zb-h1",
-       "write zb_h1 yourself: python -m lessons.schedules --stub mine.py, then --mine mine.py"]
+       "when is W longer than its gap? try --F 1 --I 1 --W 3 and look at zb-h1"]
 SCREENS = [finer_stages, backward_in_two, there_and_back, prove, weights_at_once]
 
 if __name__ == "__main__":

@@ -71,8 +71,7 @@ def parser():
     spread = parallel.add_flags(p)
     spread.add_argument("--verify", nargs="?", const=VERIFIED, type=flags.integer(1), metavar="N",
                         help="train the same in one process beside it and compare after each of "
-                             f"the first N steps (default {VERIFIED}: training amplifies rounding, "
-                             "about a hundredfold in ten steps)")
+                             f"the first N steps, each from the same start (default {VERIFIED})")
     spread.add_argument("--audit", action="store_true",
                         help="list how every parameter lies on the ranks")
     output = p.add_argument_group("output")
