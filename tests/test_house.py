@@ -26,7 +26,7 @@ TOP = {"meeting": "mesh mappings placement buckets schedules",
 FOLDERS = ["engine", "ranks", "collectives", "cost", "bench"]
 PAIRED = [*TOP["technique"].split(), "collectives.ring", "collectives", "mesh", "schedules",
           "checkpoint", "plan"]
-LESSONS_TO_COME = {"zero"}
+LESSONS_TO_COME = set()
 PRINTS = {"train", "sample", "progress", "doctor", "simulate", "plan", "mesh"}   # and all of bench
 BUILDS_ON = {"zero": {"dp"},           # ZeRO is data parallelism, held once
              "cp": {"flash", "ulysses"}}     # a ring passes tiles around; ulysses is a method of cp

@@ -1,0 +1,196 @@
+"""ZERO      Data parallelism holds everything p times. Who needs whole what, and when?
+
+  lifts   memory      P, G and O are held once over p ranks, instead of p times
+  costs   bandwidth   stages 1 and 2 send what data parallelism sends; stage 3 half as much again
+  code    minidist/zero.py, minidist/buckets.py, minidist/placement.py (Flat)
+  run     mpirun -n 4 python -m lessons.zero       or: python -m lessons.zero -n 4
+"""
+import numpy as np
+
+from lessons import kit, setting
+from minidist import buckets, cost, ledger, step, verify, zero
+from minidist.engine import optim
+from minidist.mesh import DeviceMesh
+from minidist.placement import Flat
+
+EXERCISE = [zero.attach, buckets.gather]
+ROWS = 7
+NUMBERS = np.arange(19.0)                           # divides over neither 2, 3 nor 4 ranks
+
+
+def pieces(lesson):
+    """Piece r of every parameter is mine
+
+    Optimizers such as AdamW treat each element alone: whoever has a piece of P and G needs no more
+    than that piece of O. So flatten each parameter, pad it with zeros, cut it into p pieces."""
+    flat = Flat(NUMBERS.shape, lesson.comm)
+    mine = flat.cut(NUMBERS)
+    lesson.rows(["my piece of 19 numbers"], [" ".join(f"{x:g}" for x in mine)])
+    lesson.check("joined again, without the padding", kit.difference(flat.join(mine), NUMBERS))
+    lesson.say("""
+        stage 1  O in pieces   reduce_scatter G, update my piece of P, all_gather P
+        stage 2  and G         reduce_scatter each bucket as backward fills it, then free it
+        stage 3  and P         all_gather each part before it computes, then free it""")
+
+
+def what_is_held(lesson):
+    """What is held
+
+    With mixed precision a parameter costs 2 bytes, its gradient 2, AdamW 12 (a float32 copy and
+    two moments). A model of 7.5 billion parameters on 64 GPUs, as in the ZeRO paper:"""
+    lesson.predict("stage 3, on each GPU", 1.875, "GB", why="16 bytes x 7.5e9 / 64",
+                   mistakes={16.6: "that is stage 2: parameters are in pieces, too"})
+    lesson.table(["GB per GPU, stage", "1 GPU", "4", "64", "1024"], [
+        [stage, *(f"{cost.zero_memory(7.5e9, p, stage) / 1e9:.2f}" for p in (1, 4, 64, 1024))]
+        for stage in (1, 2, 3)])
+    lesson.say("And here, bytes of this rank's arrays between two steps, float64:")
+    found = [ledger.classes(*trained(lesson.comm, stage)) for stage in (1, 2, 3)]
+    names = "parameters", "gradients", "buckets", "optimizer"
+    lesson.table(["stage", *names], [[i, *(f"{held[name]:,}" for name in names)]
+                                     for i, held in enumerate(found, 1)])
+    lesson.figure(bars, found)
+
+
+def what_moves(lesson):
+    """What moves
+
+    One unit is (p-1)/p of the model. An all_reduce is a reduce_scatter and an all_gather: two
+    units. With m micro-batches, stage 1 sums once; stages 2 and 3 have no place for whole sums."""
+    lesson.predict("GPT-3 in 16 bits is 350 GB: at stage 3 each of many ranks sends", 1050, "GB",
+                   why="gathered twice, summed once", mistakes={
+                       700: "parameters are gathered again for backward"})
+    lesson.predict("stage 2 with four micro-batches", 1750, "GB", why="four sums, one gather",
+                   mistakes={700: "each micro-batch's gradients are summed by themselves"})
+    D, B, T = 12288, 1, 2048
+    lesson.fill(f"""
+        A layer of GPT-3 has 12 D^2 = {12 * D * D / 1e9:.1f}e9 numbers, which stage 3 moves three
+        times; tensor parallelism moves activations of B T D = {B * T * D / 1e6:.0f}e6 numbers eight
+        times (4 all_reduces). Stage 3 wins only when each rank has many tokens: B T > 4.5 D.""")
+
+
+def whole_for_a_moment(lesson):
+    """Whole for a moment
+
+    Stage 3, one step: how much is whole beyond my piece. While a part computes, the next one is on
+    its way; the peak is two parts, and a bucket beside them, however many layers there are."""
+    model, optimizer = trained(lesson.comm, 3)
+    points = ledger.timeline(model, batch_at(1), optimizer)
+    shown = [points[i] for i in (0, 1, len(model.parts) - 1)]
+    shown += [max(points, key=lambda point: point[1]["buckets"]), points[-1]]
+    lesson.table(["point", "P in pieces", "gathered", "buckets", "G", "A"], [
+        [name, *(f"{held[c]:,}" for c in ("parameters", "gathered", "buckets", "gradients",
+                                          "activations"))] for name, held in shown])
+    lesson.check("nothing is whole between steps", points[-1][1]["gathered"])
+
+
+def prove(lesson):
+    """Is it the same training, and what does it cost?
+
+    Ragged batches, dropout, clipping, two micro-batches; SGD tells a factor, AdamW a state. Then
+    n parameters, padded, in f tensors; w of them are the word table, gathered twice as often."""
+    comm, mesh = lesson.comm, DeviceMesh(lesson.comm, dp=lesson.comm.size)
+    back = buckets.gather([Flat(NUMBERS.shape, comm).cut(NUMBERS)], [np.empty(19)], comm)[0]
+    lesson.check("gather: 19 numbers come home", kit.difference(back, NUMBERS))
+    for stage, make in (1, setting.ADAMW), (2, setting.SGD), (3, setting.SGD), (3, setting.ADAMW):
+        verdict = verify.train(lambda: setting.model(dropout=0.1), make, spread(stage), mesh,
+                               [batch_at(t) for t in range(2)], num_microbatches=2,
+                               max_norm=0.5, equip=lambda o, m, mesh: zero.attach(o, m))
+        lesson.verdict(verdict, f"stage {stage}, {make.func.__name__}")
+    sent, p = {(stage, m): sends(lesson, stage, m) for stage, m in CASES}, comm.size
+    params = setting.model().parameters()
+    n = sum(p * -(-x.size // p) for x in params)
+    words = p * -(-setting.model().parameters()[0].size // p)
+    lesson.ledger(("stage 1, all ranks", "(p-1) 8 (2n+p f)", None, sent[1, 1]),
+                  ("stage 1, m = 3", "(p-1) 8 (2n+p f)", None, sent[1, 3]),
+                  ("stage 2, m = 3", "(p-1) 8 (4n+3 p f)", None, sent[2, 3]),
+                  ("stage 3", "(p-1) 8 (3n+2w+p f)", None, sent[3, 1]),
+                  p=p, n=n, f=len(params), w=words)
+
+
+CASES = (1, 1), (1, 3), (2, 3), (3, 1)
+
+
+@kit.breaks(zero.Stage1, "gather_all")
+def stale(self):
+    """The first bucket is not gathered: other ranks' pieces of it stay one step behind.
+
+    Every loss falls; ranks compute with different parameters."""
+    for bucket in self.buckets[1:]:
+        mine = [p.data.reshape(-1)[p.sliced[self.key].mine] for p in bucket.params]
+        buckets.gather(mine, [p.data for p in bucket.params], self.comm)
+
+
+@kit.breaks(zero.Stage2, "collect")
+def last_micro_batch(self, bucket, mine):
+    """Only the last micro-batch's pieces are kept.
+
+    With one micro-batch nothing is wrong."""
+    self.sums = {name: g for name, g in self.sums.items() if name not in bucket.columns}
+    last_micro_batch.original(self, bucket, mine)
+
+
+@kit.breaks(step, "grad_norm")
+def local_norm(params, mesh):
+    """The norm is that of my pieces only, so ranks clip by different factors.
+
+    Without clipping nothing is wrong."""
+    return float(np.sqrt(optim.square_sum(params)))
+
+
+@kit.breaks(Flat, "pad")
+def no_padding(self, x):
+    """The last numbers, where p does not divide, are dropped instead of padded.
+
+    Sizes that divide hide it."""
+    rows = np.zeros((self.comm.size, self.size), x.dtype)
+    even = x.size // self.comm.size * self.comm.size
+    rows.reshape(-1)[:even] = x.reshape(-1)[:even]
+    return rows
+
+
+def bars(figure, found):
+    """Stack what a rank holds at each stage."""
+    axes, below = figure.subplots(), np.zeros(len(found))
+    for name in ("parameters", "gradients", "buckets", "optimizer"):
+        part = np.array([held[name] for held in found]) / 1e6
+        axes.bar(["stage 1", "stage 2", "stage 3"], part, bottom=below, label=name)
+        below += part
+    axes.set(ylabel="MB held between steps")
+    axes.legend()
+
+
+def batch_at(t):
+    return setting.words(ROWS, t, ragged=True)
+
+
+def spread(stage):
+    return lambda model, mesh: zero.parallelize(model, mesh["dp"], stage)
+
+
+def trained(comm, stage):
+    """Take a step.  -> model, optimizer"""
+    mesh = DeviceMesh(comm, dp=comm.size)
+    model = spread(stage)(setting.model(), mesh)
+    optimizer = zero.attach(setting.ADAMW(model.parameters()), model)
+    step.train_step(model, batch_at(0), optimizer)
+    return model, optimizer
+
+
+def sends(lesson, stage, passes):
+    """Count what gradients and parameters cost in a step.  -> bytes of all ranks"""
+    model, optimizer = trained(lesson.comm, stage)
+    with lesson.comm.counting() as counted:
+        step.train_step(model, batch_at(1), optimizer, num_microbatches=passes)
+    labels = [counted.by_label.get(name) for name in ("reduce_scatter", "all_gather")]
+    mine = sum(label.bytes for label in labels if label)
+    return int(sum(lesson.collect(mine)))
+
+
+TAKEAWAY = "Hold once what is needed whole only for a moment; stage 3 pays in half as much again."
+FIELD = "DeepSpeed ZeRO-1/2/3, torch FSDP2 fully_shard (reshard_after_forward), Megatron's " \
+        "distributed optimizer"
+TRY = ["why may LAMB, whose step needs a norm per layer, not run on pieces?"]
+SCREENS = [pieces, what_is_held, what_moves, whole_for_a_moment, prove, last_micro_batch]
+
+if __name__ == "__main__":
+    kit.run(SCREENS)
