@@ -28,8 +28,7 @@ from minidist.ranks.wire import Closed, Closing, Request
 class Comm(Counting, Closing):
     """A group of ranks.  rank: mine; size: how many; name: for reports; axes: of the mesh
 
-    With `with`, it is closed at the end of the block.
-    """
+    With `with`, it is closed at the end of the block."""
 
     def __init__(self, wires, name="world", parent=None, axes=()):
         super().__init__()
@@ -87,7 +86,8 @@ class Comm(Counting, Closing):
                 expected = self._tag + CODES[into.dtype]
             fine = (x.flags.c_contiguous and into.flags.carray
                     and 0 <= to < self.size and 0 <= source < self.size
-                    and (self._tag or not np.may_share_memory(x, into)))   # ours never overlap
+                    and (self._tag or x is not into and x.base is into.base is None
+                         or not np.may_share_memory(x, into)))        # collectives never overlap
         except (AttributeError, KeyError):
             fine = False
         if not fine:
@@ -133,8 +133,8 @@ class Comm(Counting, Closing):
         tag = self._in(into, source)
         started = self._begin("irecv", None, source, 0, into.nbytes)
         self._status.now = None
-        return Request(self, started, self._wire.irecv(into, source), "irecv", None, source, into,
-                       tag)
+        handle = self._wire.irecv(into, source)
+        return Request(self, started, handle, "irecv", None, source, into, tag)
 
     def exchange(self, moves):
         """Make several sendrecvs at once: one wait instead of many.  (x, to, into, source) each"""
