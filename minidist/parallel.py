@@ -7,6 +7,7 @@
     --cp 2            2 ranks share the tokens of every row              minidist.cp
     --attention tiled attention without a T x T matrix                   minidist.flash
     --pp 4            4 ranks, each with some of the layers              minidist.pp
+    --recompute sqrt  keep less of the forward, compute it again         minidist.recompute
 
 Strategies are functions on models, so composing them is applying one after another, always in the
 order of STRATEGIES. The product of all sizes is the number of ranks; replicas take the ranks that
@@ -16,7 +17,7 @@ Run: python -m minidist.train -n 4 --dp 4 --verify
 """
 import math
 
-from minidist import BadInput, cp, flags, flash, pp, schedules, sp, tp, zero
+from minidist import BadInput, cp, flags, flash, pp, recompute, schedules, sp, tp, zero
 from minidist.dp import DistributedDataParallel
 from minidist.mesh import AXES, DeviceMesh
 from minidist.ranks import comm, environment
@@ -41,6 +42,9 @@ def add_flags(parser):
     group.add_argument("--attention", choices=["full", "tiled"], default="full",
                        help="tiled: never hold a T x T matrix, compute scores again in backward; "
                             "rings are always tiled (default full)")
+    group.add_argument("--recompute", choices=recompute.WHAT,
+                       help="compute again in backward, rather than keep: every block, segments of "
+                            "sqrt(layers) blocks, or only the core of attention")
     group.add_argument("--schedule", choices=[*schedules.ORDERS], metavar="NAME",
                        help=f"of the stages of --pp: {', '.join(schedules.ORDERS)} (default 1f1b)")
     group.add_argument("--chunks", type=flags.integer(1), metavar="V",
@@ -63,17 +67,32 @@ def make_mesh(args, world=None):
     if sizes["pp"] > 1 and (getattr(args, "zero", None) or 0) > 1:
         raise BadInput(f"--zero {args.zero} would send gradients after each micro-batch of each "
                        "stage of --pp; use --zero 1, or leave out --pp")
+    refuse_recompute(args, sizes)
     if args.batch < sizes["dp"]:
         raise BadInput(f"{args.batch} sequences do not give each of {sizes['dp']} replicas one; "
                        f"use --batch {sizes['dp']} or more")
     return DeviceMesh(world, **sizes)
 
 
+def refuse_recompute(args, sizes):
+    """Raise BadInput if what --recompute asks for does not go with the rest."""
+    what = getattr(args, "recompute", None)
+    ring = sizes["cp"] > 1 and args.cp_method != "ulysses"
+    if what == "attention" and (args.attention == "tiled" or ring):
+        raise BadInput("--recompute attention saves the T x T weights, which attention in tiles "
+                       "(--attention tiled, and every ring of --cp) does not keep; leave it out, "
+                       "or use --recompute blocks")
+    if what == "sqrt" and sizes["pp"] > 1:
+        raise BadInput("--recompute sqrt joins several layers to one part, and the schedule of "
+                       f"--pp {sizes['pp']} knows its parts one by one; use --recompute blocks")
+
+
 def spread(model, mesh, sequence=None, **options):
     """Apply to a plain model every strategy that the mesh and the options ask for.  Collective.
 
     sequence: what --sp says; None: no sequence parallelism.  attention, method, zero: what
-    --attention, --cp-method and --zero say.  schedule, chunks: see pp.split."""
+    --attention, --cp-method and --zero say.  recompute: what --recompute
+    says.  schedule, chunks: see pp.split."""
     for strategy in STRATEGIES:
         model = strategy(model, mesh, dict(options, sequence=sequence))
     return model
@@ -109,6 +128,13 @@ def stages(model, mesh, options):
     return pp.split(model, mesh["pp"], options.get("schedule") or "1f1b", options.get("chunks"))
 
 
+def again(model, mesh, options):
+    """Compute again in backward what forward does not keep: inside of ZeRO, so that it sees one
+    forward and one backward of each part."""
+    what = options.get("recompute")
+    return recompute.parallelize(model, what) if what else model
+
+
 def replicas(model, mesh, options):
     """Share the rows of a batch over dp, with --zero what is held as well."""
     if mesh["dp"].size == 1:
@@ -124,4 +150,4 @@ def equip(optimizer, model):
 
 
 # In the order in which they are applied to a plain model.
-STRATEGIES = [tiles, tensor, context, stages, replicas]
+STRATEGIES = [tiles, tensor, context, stages, again, replicas]

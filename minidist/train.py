@@ -129,7 +129,8 @@ def build(o):
         return make_optimizer(params, o, config)
 
     model = parallel.spread(plain(), mesh, o.sp, attention=o.attention, method=o.cp_method,
-                            schedule=o.schedule, chunks=o.chunks, zero=o.zero)
+                            schedule=o.schedule, chunks=o.chunks, zero=o.zero,
+                            recompute=o.recompute)
     twin = verify.Twin(plain, optimizer, mesh) if o.verify else None
     ours = parallel.equip(optimizer(model.parameters()), model)
     return Run(corpus, config, mesh, model, ours, twin)

@@ -13,7 +13,8 @@ from minidist.cost.messages import (                                            
     hierarchical, reduce, reduce_scatter, scatter, seconds)
 from minidist.cost.model import (                                                # noqa: F401
     GPT3, Kept, Sizes, Work, at_least, attention_work, block_activations, gpt_activations,
-    gpt_flops, gpt_parameters, linear_work, textbook_activations, tiles)
+    gpt_flops, gpt_parameters, linear_work, recomputed_activations, recomputed_flops,
+    selective_activations, textbook_activations, tiles)
 from minidist.cost.shards import zero, zero_held, zero_memory, zero_parts          # noqa: F401
 from minidist.cost.strategies import (                                           # noqa: F401
     Layout, between_cuts, cp, ddp, dp, pp, sp, step, tp, tp_activations, tp_block_activations,

@@ -140,6 +140,37 @@ def gpt_flops(sizes):
     return 3 * 2 * (sizes.L * block + N * D * sizes.V)
 
 
+def recomputed_activations(sizes, every, targets=None):
+    """Bytes kept when only the input of every so many blocks is.  -> when forward ends, at the top
+
+    In backward one segment at a time is whole again; the inputs of those before it are there."""
+    block = sum(kept.bytes for kept in block_activations(sizes))
+    one, outside = sizes.N * sizes.D * sizes.w, gpt_activations(sizes, targets) - sizes.L * block
+    embed = 8 * (sizes.N + sizes.T) + (one if sizes.dropout else 0)
+    lengths = [min(every, sizes.L - i) for i in range(0, sizes.L, every)]
+    end = outside + len(lengths) * one
+    return end, max(end, *(embed + (i + 1) * one + n * block for i, n in enumerate(lengths)))
+
+
+def selective_activations(sizes, targets=None):
+    """Bytes kept when forward ends, if the weights of attention, and their masks, are not.
+
+    Queries that share keys are copied out of the projection, and kept beside it."""
+    T, rows = sizes.T, sizes.B * sizes.H
+    copies = sizes.N * sizes.D if 1 < sizes.K < sizes.H else 0
+    seen = tiles(T, sizes.tile) if sizes.tile else T
+    masks = rows * T * T if sizes.dropout and sizes.tile else 0
+    return gpt_activations(sizes, targets) - sizes.L * (rows * seen + masks - copies) * sizes.w
+
+
+def recomputed_flops(sizes, what="blocks"):
+    """FLOPs that a step's products take more: of all blocks, or of attention's core alone."""
+    D, N = sizes.D, sizes.N
+    attention = 2 * N * sizes.T * D
+    block = attention + N * D * (D + sizes.kv) + N * D * D + 2 * N * D * sizes.F
+    return 2 * sizes.L * (attention if what == "attention" else block)
+
+
 def textbook_activations(sizes):
     """Bytes per layer by Korthikanti et al. 2022: 16-bit numbers, masks of one byte, full T x T."""
     return 34 * sizes.N * sizes.D + 5 * sizes.H * sizes.T * sizes.N

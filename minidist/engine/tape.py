@@ -111,8 +111,11 @@ class Sum:
         self.owned = True
 
 
-def propagate(root, seed, defer=None):
-    """Run backward from a node: seed is the gradient of its result."""
+def propagate(root, seed, defer=None, finish=None):
+    """Run backward from a node: seed is the gradient of its result.
+
+    finish(leaf, sum, thunks, defer): what to do with a leaf's gradient (None: deliver it)."""
+    finish = finish or _finish
     with _flag("deferred", defer), _backward_scope(), scale_losses(_scale(seed)):
         order, uses = _order(root)
         sums, thunks = defaultdict(Sum), defaultdict(list)
@@ -121,7 +124,23 @@ def propagate(root, seed, defer=None):
             contributions = _run(node, sums.pop(node, None))
             late = None if defer is None else thunks
             for leaf in _hand_on(contributions, sums, uses, late):
-                _finish(leaf, sums.pop(leaf, None), thunks.pop(leaf, None), defer)
+                finish(leaf, sums.pop(leaf, None), thunks.pop(leaf, None), defer)
+
+
+def again(fn, *args):
+    """Record fn(*args) as the repetition of an earlier forward; also inside no_grad()."""
+    with replay(), _flag("recording", True):
+        return fn(*args)
+
+
+def gradients(root, seed):
+    """Run backward from a node and deliver nothing.  -> {leaf: Sum}, for a vjp to hand on"""
+    found = {}
+
+    def keep(leaf, total, thunks, defer):
+        found[leaf] = total
+    propagate(root, seed, finish=keep)
+    return {leaf: total for leaf, total in found.items() if total is not None}
 
 
 def _scale(seed):
