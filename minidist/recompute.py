@@ -9,19 +9,19 @@
 
     blocks       every block is a segment: L inputs, and one block at a time
     sqrt         ceil(sqrt(L)) blocks to a segment: about sqrt(L) inputs, and sqrt(L) blocks
-    attention    the core of attention alone, whose T x T weights are the largest, and cheap to make
+    attention    the core of attention alone: its T x T weights are large, and cheap to make
 
-`checkpoint` works on any function of Tensors.  Its first run finds out which parameters the function
-uses, and drops the graph; its vjp runs the function once more and hands on what a backward through
-that gives.  So a parameter's gradient is delivered once per backward, as ever, and what reacts to
-gradients (buckets, ZeRO, pipeline stages) sees no difference.  Collectives in the function run a
-second time, in the same order on all ranks.
+`checkpoint` works on any function of Tensors.  Its first run finds out which parameters the
+function uses, and drops the graph; its vjp runs the function once more and hands on what a backward
+through that gives.  So a parameter's gradient is delivered once per backward, as ever, and what
+reacts to gradients (buckets, ZeRO, pipeline stages) sees no difference.  Collectives in the
+function run a second time, in the same order on all ranks.
 
 Why the numbers are the same bit for bit: the same arithmetic on the same input, and a dropout mask
 is a function of (seed, name, step, position).  What draws from a generator names it: rng.
 
 Price: one more forward of what is recomputed (at most 4/3 of the step's products), and what that
-sends.  See cost.recomputed.
+sends.  See cost.recomputed_flops, cost.recomputed_activations.
 Lesson: mpirun -n 4 python -m lessons.recompute
 Paper:  Chen et al. 2016, "Training deep nets with sublinear memory cost"; Korthikanti et al. 2022,
         "Reducing activation recomputation in large transformer models" (selective)
@@ -34,7 +34,7 @@ from minidist import BadInput
 from minidist.engine.graph import Node
 from minidist.engine.nn import Module
 from minidist.engine.tape import again, gradients
-from minidist.engine.tensor import Tensor, is_grad_enabled
+from minidist.engine.tensor import Tensor
 
 WHAT = "blocks", "sqrt", "attention"
 
@@ -45,8 +45,6 @@ def checkpoint(fn, *args, rng=None):
     fn: computes the same from the same, writes nothing, and gets every Tensor that requires a
     gradient, parameters aside, as an argument.  It may checkpoint parts of itself.
     rng: a NumPy generator that it draws from; the repetition draws the same numbers."""
-    if not is_grad_enabled():
-        return fn(*args)
     began, state = Node((), None).born, rng and rng.bit_generator.state
     inputs = [cut_off(arg) for arg in args]
     y = fn(*inputs)

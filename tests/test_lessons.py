@@ -43,6 +43,7 @@ PLANTED = {
     ("dp", "finalize"): ("p.grad /= count", "p.grad /= 2 * count"),
     ("zero", "attach"): ("p.grad[:piece.size]", "2 * p.grad[:piece.size]"),
     ("zero", "gather"): ("flat[r * size:", "flat[r * (size - 1):"),
+    ("recompute", "checkpoint"): ("cut_off(arg) for arg", "arg for arg"),
     ("tp", "copy_to"): ("collectives.all_reduce(g, comm)", "g"),
     ("tp", "reduce_from"): ("lambda g: (g,)", "lambda g: (collectives.all_reduce(g, comm),)"),
     ("tp", "vocab_parallel_cross_entropy"): ("mine[here]] -= 1", "mine[here]] -= 2"),
