@@ -14,36 +14,43 @@ def small(layers=LAYERS, **changes):
     return setting.model(layers=layers, **changes)
 
 
-def over_time(every, batch=None):
-    """Follow one step, with segments of so many blocks.
+def over_time(every):
+    """Follow one step, with segments of so many blocks (0: none).
 
     -> bytes when forward ends, bytes after each run of a block or gradient, runs of blocks"""
-    model, batch = small(), batch or setting.words(ROWS)
-    known, events, graph, runs, x = ledger.known(model, batch), [], [], [], None
-
-    def note(*roots, beside=0):
-        held = graph_bytes(*map(ledger.rooted, (*graph, *roots)), exclude=known)
-        events.append(held + beside)
-
-    def watch(forward, x, batch):
-        y = forward(x, batch)
-        runs.append(1)
-        if replaying():
-            note(y, beside=x.data.nbytes)             # x: as large as the segment's input
-        return y
-
+    model, batch, x = small(), setting.words(ROWS), None
+    note = Notes(ledger.known(model, batch))
     for block in model.blocks:
-        block.wrap(watch)
+        block.wrap(note.watch)
     if every:
         recompute.segments(model, every)
     for part in model.parts.values():
         x = part(x, batch)
         note(x)
-    graph, end = ledger.nodes(x), events[-1]
+    note.graph, end = ledger.nodes(x), note.events[-1]
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: note())
     x.backward()
-    return end, events, len(runs)
+    return end, note.events, note.runs
+
+
+class Notes:
+    """Note the bytes that the graph holds, now and after each block that is computed again."""
+
+    def __init__(self, known):
+        self.known, self.graph, self.events, self.runs = known, [], [], 0
+
+    def __call__(self, *roots, beside=0):
+        roots = map(ledger.rooted, (*self.graph, *roots))
+        self.events.append(graph_bytes(*roots, exclude=self.known) + beside)
+
+    def watch(self, forward, x, batch):
+        """Run a block.  x is as large as the input of the segment whose node is running"""
+        y = forward(x, batch)
+        self.runs += 1
+        if replaying():
+            self(y, beside=x.data.nbytes)
+        return y
 
 
 def counted_once(lesson, *ways):

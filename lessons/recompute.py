@@ -26,7 +26,7 @@ def a_saw(lesson):
     lesson.predict("GPT-3, 96 layers, one sequence: 2048 x 12288 numbers of 16 bits enter a layer. "
                    "All inputs:", 4.8, "GB", why="50 MB each; all activations are 275 GB",
                    mistakes={0.05: "that is one layer", 2.4: "16 bits are 2 bytes"})
-    runs = {name: over_time(every) for name, every in (("all kept", 0), ("blocks", 1))}
+    runs = lesson.share(lambda: {"all kept": over_time(0), "blocks": over_time(1)})
     lesson.table([f"{LAYERS} layers, {ROWS} rows", "forward ends", "at the top", "blocks run"],
                  [[name, kit.size(end), kit.size(max(events)), runs_of_blocks]
                   for name, (end, events, runs_of_blocks) in runs.items()])
@@ -47,9 +47,8 @@ def a_third_more(lesson):
     counts = again.counted_once(lesson, "", *recompute.WHAT)
     plain = sum(counts[""])
     lesson.table(["flops of products", "forward", "backward", "of a plain step"],
-                 [[what or "all kept", *map("{:,}".format, (there, back)),
-                   f"{(there + back) / plain:.3f}"]
-                  for what, (there, back) in counts.items()])
+                 [[what or "all kept", *map("{:,}".format, both), f"{sum(both) / plain:.3f}"]
+                  for what, both in counts.items()])
 
 
 def square_root(lesson):
@@ -57,12 +56,10 @@ def square_root(lesson):
 
     Segments of k blocks keep L/k inputs, and k blocks at a time in backward. Large k: few inputs;
     small k: little to build up. Each block runs once more, whatever k. The peak, as counted:"""
-    sizes, table = shape(), []
-    for every in (1, 2, 3, 5, 9):
-        top = cost.recomputed_activations(sizes, every)[1]
-        table.append([every, -(-LAYERS // every), kit.size(top),
-                      kit.size(max(over_time(every)[1]))])
-    lesson.table(["k", "inputs", "at the top: formula", "counted"], table)
+    counts = lesson.share(lambda: [(k, max(over_time(k)[1])) for k in (1, 2, 3, 5, 9)])
+    lesson.table(["k", "inputs", "at the top: formula", "counted"],
+                 [[k, -(-LAYERS // k), kit.size(cost.recomputed_activations(shape(), k)[1]),
+                   kit.size(top)] for k, top in counts])
     one, block = (n / 1e9 for n in (GPT3.N * GPT3.D * 2, cost.textbook_activations(GPT3)))
     peaks = {k: 96 / k * one + k * block for k in (1, 2, 3, 10)}
     lesson.fill(f"""
@@ -103,7 +100,7 @@ def prove(lesson):
     lesson.check("a function that draws numbers", again.drawing())
     (aux, gradient), times = again.auxiliary(), again.delivered()
     lesson.check("an auxiliary loss counts once", aux + gradient)
-    end, events, runs = over_time(1, batch)
+    end, events, runs = lesson.share(lambda: over_time(1))
     ends, top = cost.recomputed_activations(shape(), 1, batch.count)
     products = again.counted_once(lesson, "", "blocks")
     extra = sum(products["blocks"]) - sum(products[""])
