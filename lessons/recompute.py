@@ -83,7 +83,7 @@ def selective(lesson):
                  [[name, kit.size(96 * n), f"{more[name] / whole:.1%}"]
                   for name, n in kept.items()])
     lesson.say("""
-        The paper says 2.7 %: it charges for attention's core three times what its forward takes.""")
+        The paper says 2.7 %: it charges three times what the forward of the core takes.""")
 
 
 def shape(**changes):
