@@ -12,7 +12,7 @@
     where the two worlds meet        mesh mappings placement buckets schedules
     one technique each               dp zero tp sp pp flash cp ulysses recompute
     the whole                        step parallel verify ledger trace progress flags
-    commands                         train simulate doctor
+    commands                         train simulate dryrun doctor
 
 engine, ranks and cost know nothing of each other; collectives builds on ranks and cost; techniques
 build on all of these and never on one another.  Importing this package sets one BLAS thread per
