@@ -58,7 +58,7 @@ def checkpoint(fn, *args, rng=None):
         with rewound(rng, state):
             root = again(fn, *inputs).node
         sums = gradients(root, g)
-        return [sums.get(leaf) and partial(owned, sums[leaf]) for leaf in leaves]
+        return [sums.get(leaf) and handed_on(sums[leaf], leaf in origin) for leaf in leaves]
 
     return Tensor(y.data, parents, vjp)
 
@@ -84,9 +84,13 @@ def used(root, began):
     return list(dict.fromkeys(edges))
 
 
-def owned(total):
-    """Give a gradient's array to the tape, which may then add to it."""
-    return total.array if total.owned else total.array.copy()
+def handed_on(total, argument):
+    """Give the tape a gradient: of an argument at once, of a weight as a thunk, to keep as it is.
+
+    Thunks for leaves may be put off, and the stage before waits for the gradient of an argument."""
+    if argument:
+        return total.array
+    return lambda: total.array if total.owned else total.array.copy()
 
 
 @contextmanager
