@@ -83,6 +83,30 @@ def test_counts_are_conserved_and_the_dropped_get_zero():
     assert (np.abs(y).sum(1) == 0).sum() == np.maximum(m.counts - limit, 0).sum() > 0
 
 
+def test_a_drop_leaves_the_other_gates_as_they_are():
+    """Counted from outside: with experts that answer 1, a token's result is its kept gates' sum."""
+    m = layer(capacity=0.6)
+    for p in m.experts.parameters():
+        p.data[...] = 0
+    m.experts.fc2_bias.data[...] = 1
+    chosen, gates, flat = m.route(Tensor(draw()[0]))
+    kept = moe.keep(chosen, gates.data, m.routing)
+    assert (kept.sum(1) == 1).any()
+    np.testing.assert_allclose(m(Tensor(draw())).data[0, :, 0], (gates.data * kept).sum(1))
+    np.testing.assert_allclose(gates.data.sum(1), 1)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("n", [0, 1, 7])
+def test_any_dtype_and_no_tokens(dtype, n):
+    m = moe.MoE("m", moe.MoEConfig(3, 2, capacity=1.0, aux=0.1), CONFIG, 0, dtype)
+    x = Tensor(draw(n).astype(dtype), requires_grad=True)
+    y = m(x)
+    y.backward(np.ones(y.shape, dtype))
+    assert y.dtype == dtype and x.grad.shape == x.shape
+    assert all(p.grad.dtype == dtype and np.isfinite(p.grad).all() for p in m.parameters())
+
+
 def test_an_idle_expert_has_a_gradient_of_zeros():
     m = layer(top_k=1)
     m.bias[:] = 9, 0, 0
