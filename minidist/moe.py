@@ -5,6 +5,8 @@
 
 A token that an expert has no place for gets zero from it; the gates of the others stay as they are.
 Auxiliary losses are sums over tokens, like the loss itself.
+Capacity and balance count the tokens of one call: pieces of a batch count each for itself, so
+dropless training without the balance loss is the one that does not depend on how it is cut.
 
 Papers: Lepikhin et al. 2020, "GShard"; Fedus et al. 2021, "Switch Transformers"
 """
