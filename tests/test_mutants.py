@@ -25,6 +25,24 @@ MUTANTS = {
         ("for leaf in leaves]\n\n    def", "for leaf in leaves[:1]]\n\n    def"),
         ("Tensor(y.data, parents, vjp)", "Tensor(2 * y.data, parents, vjp)"),
     ],
+    ("zero", "attach"): [
+        ("p.grad[:piece.size]", "2 * p.grad[:piece.size]"),
+        ("[flat.mine]", "[:flat.size]"),                                      # the first rank's
+        ("[flat.mine]", "[flat.mine].copy()"),                                # nothing is written
+        ("append(model.gather_all)", "append(lambda: None)"),
+        ("optimizer.target = target", "pass"),
+        ("return p.data, p.grad", "return p.data, None"),                     # stage 3 stands still
+        ("return p.data, p.grad", "return p.data, 2 * p.grad"),
+    ],
+    ("zero", "gather"): [
+        ("row[column][:piece.size] = piece", "row[column][:piece.size] = 2 * piece"),
+        ("-(-whole.size // comm.size)", "whole.size // comm.size"),           # no padding
+        ("slice(end - size, end)", "slice(0, size)"),                         # all in one place
+        ("np.zeros(ends[-1], wholes[0].dtype)", "np.zeros(ends[-1], 'float32')"),
+        ("np.cumsum(sizes)", "np.cumsum(sizes) - sizes[0] + 1"),
+        ("flat[r * size:", "flat[(comm.size - 1 - r) * size:"),               # ranks backwards
+        ("in zip(pieces, columns)", "in zip(pieces[1:], columns[1:])"),
+    ],
     ("cp", "forward"): [
         ("sights[comm.rank - step]", "sights[comm.rank]"),
         ("sights[comm.rank - step]", "sights[comm.rank + step - comm.size]"),  # other direction
