@@ -55,9 +55,14 @@ def add_flags(parser):
 def make_mesh(args, world=None):
     """Lay the running ranks out as the flags say; BadInput if they do not fit.  Collective."""
     world = world or (comm.world() if environment.launched() else comm.solo())
+    return DeviceMesh(world, **axis_sizes(args, world.size))
+
+
+def axis_sizes(args, ranks):
+    """Work out how many ranks each axis has; BadInput for flags that do not go together."""
     sizes = {axis: getattr(args, axis) or 1 for axis in OFFERED}
     if args.dp is None:
-        sizes["dp"] = max(1, world.size // math.prod(sizes.values()))
+        sizes["dp"] = max(1, ranks // math.prod(sizes.values()))
     if args.sp and sizes["tp"] == 1:
         raise BadInput("--sp shares tokens over the ranks of --tp, and there is 1; use --tp 2 "
                        "or more, or leave out --sp")
@@ -71,7 +76,7 @@ def make_mesh(args, world=None):
     if args.batch < sizes["dp"]:
         raise BadInput(f"{args.batch} sequences do not give each of {sizes['dp']} replicas one; "
                        f"use --batch {sizes['dp']} or more")
-    return DeviceMesh(world, **sizes)
+    return sizes
 
 
 def refuse_recompute(args, sizes):

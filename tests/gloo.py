@@ -1,7 +1,8 @@
-"""PyTorch's DistributedDataParallel over gloo, on the GPT of tests/twin.py: one rank of a job.
+"""PyTorch's DistributedDataParallel, fully_shard or pipelining over gloo: one rank of a job.
 
-The opponent in `python -m minidist.bench train`, which starts one process per rank with RANK,
-WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Rank 0 prints the seconds of each step.
+On the GPT of tests/twin.py. The opponent in `python -m minidist.bench train`, which starts one
+process per rank with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Rank 0 prints the seconds of
+each step.
 """
 import json
 import time
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minidist.bench import train as bench_train
 from minidist.engine import gpt
+from minidist.pp import deal
 from tests.twin import Twin
 
 
@@ -59,20 +61,77 @@ def spread(net, stage):
     return net
 
 
+class Stage(Part):
+    """Some consecutive blocks of the twin, with the embedding before or the head behind them.
+
+    Tied to the head, the token embedding is on both ends, and its gradients are added up."""
+
+    def __init__(self, twin, rank, ranks):
+        first, last = rank == 0, rank == ranks - 1
+        layers, tied = deal(twin.config.layers, ranks)[rank], "head.out.weight" not in twin.params
+        mine = [f"blocks.{i}." for i in layers] + ["embed."] * first + ["head."] * last
+        mine += ["embed.wte."] * (tied and last)
+        names = [name for name in twin.params if name.startswith(tuple(mine))]
+        super().__init__(twin, names)
+        twin.params = {name: twin.params[name] for name in names}
+        self.first, self.last, self.layers = first, last, layers
+        self.ends = distributed.new_group([0, ranks - 1]) if tied else None
+
+    def forward(self, x):
+        if self.first:
+            x = self.twin.embed(x, torch.arange(x.shape[1]))
+        for i in self.layers:
+            x = self.twin.block(x, i)
+        return self.twin.head(x) if self.last else x
+
+    def finish(self):
+        if self.ends is not None and (self.first or self.last):
+            distributed.all_reduce(self.twin.params["embed.wte.weight"].grad, group=self.ends)
+
+
+def pipeline(twin, args, rank, ranks):
+    """Cut the twin into stages.  -> a function that leaves a batch's gradients"""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+    stage, count = Stage(twin, rank, ranks), [1]
+    make = ScheduleGPipe if args.schedule == "gpipe" else Schedule1F1B
+    schedule = make(
+        PipelineStage(stage, rank, ranks, torch.device("cpu")), args.microbatches,
+        lambda logits, targets: twin.score(logits, targets) / count[0], scale_grads=False)
+
+    def passes(batch):
+        count[0] = batch.count
+        given = (torch.as_tensor(batch.tokens),) if stage.first else ()
+        schedule.step(*given, target=torch.as_tensor(batch.targets) if stage.last else None,
+                      return_outputs=False)
+        stage.finish()
+
+    return passes
+
+
+def replica(twin, args, rank, ranks):
+    """Spread the twin over replicas.  -> a function that leaves a batch's gradients"""
+    model = spread(Net(twin), args.zero or 0)
+
+    def passes(batch):
+        mine = batch.split(ranks)[rank]
+        (model(mine) / mine.count).backward()
+
+    return passes
+
+
 def main():
     args = bench_train.parser().parse_args()
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
-    _, config, batches = bench_train.setting(args)
-    net = Net(Twin(gpt.GPT(config), fused=True))
-    model = spread(net, args.zero or 0)
-    optimizer, laps = net.twin.adamw(1e-4), []
+    config, batches = bench_train.task(args)
+    twin = Twin(gpt.GPT(config), fused=True)
+    passes = (pipeline if (args.pp or 1) > 1 else replica)(twin, args, rank, ranks)
+    optimizer, laps = twin.adamw(1e-4), []
     for batch in batches:
         start = time.perf_counter()
         optimizer.zero_grad()
-        mine = batch.split(ranks)[rank]
-        (model(mine) / mine.count).backward()
+        passes(batch)
         optimizer.step()
         laps.append(time.perf_counter() - start)
     if rank == 0:

@@ -42,15 +42,23 @@ class Twin:
         x = x + self.attention(self.layer_norm(x, f"blocks.{i}.norm1"), f"blocks.{i}.attn")
         return x + self.mlp(self.layer_norm(x, f"blocks.{i}.norm2"), f"blocks.{i}.mlp")
 
+    def embed(self, tokens, stream):
+        return (F.embedding(tokens, self.params["embed.wte.weight"])
+                + F.embedding(stream, self.params["embed.wpe.weight"]))
+
+    def head(self, x):
+        name = "head.out.weight" if "head.out.weight" in self.params else "embed.wte.weight"
+        return F.linear(self.layer_norm(x, "head.norm"), self.params[name])
+
     def loss(self, batch, block=None):
         """The sum of the losses, as model(batch).  block: what stands for self.block"""
         tokens, stream, targets = map(torch.as_tensor, (batch.tokens, batch.stream, batch.targets))
-        wte = self.params["embed.wte.weight"]
-        x = F.embedding(tokens, wte) + F.embedding(stream, self.params["embed.wpe.weight"])
+        x = self.embed(tokens, stream)
         for i in range(self.config.layers):
             x = (block or self.block)(x, i)
-        x = self.layer_norm(x, "head.norm")
-        logits = F.linear(x, self.params.get("head.out.weight", wte))
+        return self.score(self.head(x), targets)
+
+    def score(self, logits, targets):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1),
                                reduction="sum", ignore_index=IGNORE)
 

@@ -6,12 +6,17 @@
 Jobs take turns, since machines are noisy: what is compared has seen the same machine. scaling is
 tokens/s over those of one rank, so p is perfect, up to the number of cores. The opponent is
 PyTorch's DistributedDataParallel over gloo (with --zero 2 or 3, its fully_shard, which frees
-parameters after forward at stage 3), on the same GPT, batch and optimizer, one thread per
-rank as well; it runs where PyTorch is installed and the repository's tests are at hand.
+parameters after forward at stage 3; with --pp, its pipelining), on the same GPT, batch and
+optimizer, one thread per rank as well; it runs where PyTorch is installed, the repository's tests
+are at hand, and PyTorch can do the same.
+
+A pipeline of p stages and m micro-batches takes, at best, one rank's step / p x (m + p - 1) / m.
 
 Run: python -m minidist.bench train --preset mini --batch 8
+     python -m minidist.bench train --preset mini --batch 8 --pp 2
 """
 import json
+import math
 import os
 import socket
 import statistics
@@ -31,6 +36,7 @@ from minidist.step import train_step
 
 OPPONENT = "tests.gloo"                                 # a module: PyTorch is no dependency of ours
 PATIENCE = 600                                          # seconds for one job
+SPREAD = [*parallel.OFFERED, "zero", "sp", "cp_method", "schedule", "chunks"]    # flags of jobs
 
 
 def parser():
@@ -39,7 +45,10 @@ def parser():
     p.add_argument("--preset", default="mini", help="lesson, nano or mini (default mini)")
     p.add_argument("--batch", type=flags.integer(1), default=8, metavar="B",
                    help="sequences per step, over all ranks (default 8)")
-    p.add_argument("--ranks", default="1,2,4", metavar="P,P", help="default 1,2,4")
+    p.add_argument("--ranks", metavar="P,P",
+                   help="default 1,2,4; with --pp, --tp or --cp: 1 and as many as they need")
+    p.add_argument("--microbatches", type=flags.integer(1), default=8, metavar="M",
+                   help="of a pipeline (default 8); without --pp a step is one piece")
     p.add_argument("--steps", type=flags.integer(1), default=3, metavar="N",
                    help="steps per job that count (default 3)")
     p.add_argument("--rounds", type=flags.integer(1), default=2, metavar="N",
@@ -55,28 +64,34 @@ def parser():
 
 def work(args):
     """Be a rank of a job: take the steps; rank 0 prints their seconds."""
-    mesh, config, batches = setting(args)
-    model = parallel.spread(gpt.GPT(config), mesh, zero=args.zero)
+    mesh, (config, batches) = parallel.make_mesh(args), task(args)
+    model = parallel.spread(gpt.GPT(config), mesh, args.sp, attention=args.attention,
+                            method=args.cp_method, schedule=args.schedule, chunks=args.chunks,
+                            zero=args.zero)
     optimizer, laps = parallel.equip(AdamW(model.parameters(), 1e-4), model), []
     for batch in batches:
         start = time.perf_counter()
-        train_step(model, batch, optimizer, mesh)
+        train_step(model, batch, optimizer, mesh, pieces(args))
         laps.append(time.perf_counter() - start)
     if mesh.world.rank == 0:
         print(json.dumps(laps[1:]))
 
 
-def setting(args):
-    """What every job works on.  -> mesh, config, batches: one to warm up, then those that count"""
-    mesh = parallel.make_mesh(args)
+def task(args):
+    """What every job works on.  -> config, batches: one to warm up, then those that count"""
     corpus = Corpus(default_text(), gpt.sizes(args.preset)["context"])
     batches = [corpus.batch(args.batch, 0, step) for step in range(args.steps + 1)]
-    return mesh, gpt.preset(args.preset, vocab=corpus.vocab), batches
+    return gpt.preset(args.preset, vocab=corpus.vocab), batches
+
+
+def pieces(args):
+    """How many micro-batches a step has."""
+    return args.microbatches if (args.pp or 1) > 1 else 1
 
 
 def ours(args, ranks):
     """Run a job of ours.  -> seconds per step"""
-    argv = [sys.executable, "-m", "minidist.bench.train", "--worker", *passed_on(args)]
+    argv = [sys.executable, "-m", "minidist.bench.train", "--worker", *passed_on(args, ranks)]
     return finished([subprocess.Popen(argv if ranks == 1 else launch.command(ranks, argv),
                                       stdout=subprocess.PIPE, text=True,
                                       env={**environment.SETTINGS, **os.environ})])
@@ -87,16 +102,19 @@ def theirs(args, ranks):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    argv = [sys.executable, "-m", OPPONENT, *passed_on(args)]
+    argv = [sys.executable, "-m", OPPONENT, *passed_on(args, ranks)]
     env = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
            "WORLD_SIZE": str(ranks)}
     return finished([subprocess.Popen(argv, stdout=subprocess.PIPE, text=True,
                                       env={**env, "RANK": str(rank)}) for rank in range(ranks)])
 
 
-def passed_on(args):
-    sizes = ["--preset", args.preset, "--batch", str(args.batch), "--steps", str(args.steps)]
-    return sizes + (["--zero", str(args.zero)] if args.zero else [])
+def passed_on(args, ranks):
+    """Write down the flags of a job; one rank alone has nothing to spread."""
+    names = ["preset", "batch", "steps", "microbatches", "attention"] + SPREAD * (ranks > 1)
+    given = {name: getattr(args, name) for name in names}
+    return [word for name, value in given.items() if value is not None
+            for word in ("--" + name.replace("_", "-"), str(value))]
 
 
 def finished(processes):
@@ -123,7 +141,8 @@ def main():
     counts = wanted(args)
     if args.json:
         flags.writable(args.json)
-    opponent = not args.alone and all(map(find_spec, ("torch", "tests", OPPONENT)))
+    opponent = not args.alone and bool(equal_of(args)) and all(
+        map(find_spec, ("torch", "tests", OPPONENT)))
     print(headline(args, opponent))
     laps = {}
     for _ in range(args.rounds):
@@ -140,7 +159,9 @@ def main():
 
 
 def wanted(args):
-    """Read --ranks; refuse what does not fit the batch."""
+    """Read --ranks; refuse what does not fit the batch, or the other flags."""
+    needed = math.prod(getattr(args, axis) or 1 for axis in parallel.OFFERED)
+    args.ranks = args.ranks or ("1,2,4" if needed == 1 else f"1,{needed}")
     try:
         counts = sorted({int(word) for word in args.ranks.split(",")})
     except ValueError:
@@ -148,8 +169,25 @@ def wanted(args):
     if counts[0] < 1 or counts[-1] > args.batch:
         raise BadInput(f"--ranks {args.ranks}: each rank needs one of {args.batch} sequences; "
                        f"use 1 to {args.batch} ranks")
+    for ranks in counts[-1:] if needed == 1 else [n for n in counts if n > 1]:
+        if math.prod(parallel.axis_sizes(args, ranks).values()) != ranks:
+            raise BadInput(f"--ranks {args.ranks}: {ranks} ranks are no multiple of the {needed} "
+                           "that the other flags ask for")
+    if pieces(args) > args.batch:
+        raise BadInput(f"{args.batch} sequences do not fill {args.microbatches} micro-batches; use "
+                       f"--microbatches 1 to {args.batch}")
     gpt.preset(args.preset, vocab=1)
     return counts
+
+
+def equal_of(args):
+    """Name what of PyTorch does the same, if anything does."""
+    if any((getattr(args, axis) or 1) > 1 for axis in ("tp", "cp")):
+        return None
+    if (args.pp or 1) > 1:
+        alone = (args.dp or 1) == 1 and set(args.ranks.split(",")) <= {"1", str(args.pp)}
+        return "pipelining" if alone and args.schedule in (None, "1f1b", "gpipe") else None
+    return "fully_shard" if (args.zero or 0) > 1 else "DDP"
 
 
 def table(args, counts, laps):
@@ -161,18 +199,22 @@ def table(args, counts, laps):
         mine, other = laps[ranks, "ours"], laps.get((ranks, "torch"))
         step = statistics.median(mine)
         torch_ms = 1e3 * statistics.median(other) if other else None
+        p, m = args.pp or 1, pieces(args)
+        ideal = 1e3 * one / ranks * (m + p - 1) / m if ranks > 1 == counts[0] and p > 1 else None
         rows.append({"ranks": ranks, "tokens_per_s": tokens / step,
                      "scaling": counts[0] * one / step, "step_ms": 1e3 * step,
                      "step_min_ms": 1e3 * min(mine), "step_max_ms": 1e3 * max(mine),
-                     "torch_ms": torch_ms, "ratio_to_torch": torch_ms and 1e3 * step / torch_ms})
+                     "torch_ms": torch_ms, "ratio_to_torch": torch_ms and 1e3 * step / torch_ms,
+                     "ideal_ms": ideal, "ratio_to_ideal": ideal and 1e3 * step / ideal})
     return rows
 
 
 def headline(args, opponent):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    other = "fully_shard" if (args.zero or 0) > 1 else "DDP"
+    other = equal_of(args)
     beside = (f"beside PyTorch {other} over gloo" if opponent else "nothing beside it" if args.alone
-              else "nothing beside it: PyTorch or the repository's tests are not there")
+              else "nothing beside it: PyTorch or the repository's tests are not there" if other
+              else "nothing beside it: PyTorch is not asked to do the same")
     return (f"{args.preset}, float32, AdamW, {args.batch} sequences per step in every row\n"
             f"{cores} cores, one BLAS thread per rank, NumPy {np.__version__}; {beside}\n"
             f"medians of {args.rounds} x {args.steps} steps, in turns, after one to warm up\n")
@@ -185,6 +227,10 @@ def show(rows):
         torch = f"{r['torch_ms']:12.0f}  {r['ratio_to_torch']:16.2f}" if r["torch_ms"] else ""
         print(f"{r['ranks']:5} {r['tokens_per_s']:10,.0f} {r['scaling']:8.2f} {r['step_ms']:11.0f} "
               f"{r['step_min_ms']:7.0f} {r['step_max_ms']:7.0f}   {torch}".rstrip())
+    for r in rows:
+        if r["ideal_ms"]:
+            print(f"\n{r['ranks']} ranks, ideal {r['ideal_ms']:.0f} ms: a rank's share of one "
+                  f"rank's step, and the bubble; ours / ideal {r['ratio_to_ideal']:.2f}")
 
 
 if __name__ == "__main__":
