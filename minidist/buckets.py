@@ -302,6 +302,12 @@ class Reducer:
             self.model.wrappers.remove(self.watch)
             self.stream.close()
 
+    def __call__(self, *args):
+        return self.model(*args)
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["model"], name)
+
     def __enter__(self):
         return self
 

@@ -56,6 +56,17 @@ def parallelize(model, comm):
     return model
 
 
+def prepare(model, comm):
+    """Share the rows, start equal, name partial what is cut within comm.  -> other parameters"""
+    adopt(model, comm)
+    share_rows(model, comm)
+    start_equal(model, comm)
+    whole = [p for p in model.parameters() if alike_in(comm, p) is comm]
+    for p in set(model.parameters()).difference(whole):
+        mark_partial(p, comm)
+    return whole
+
+
 class DistributedDataParallel(buckets.Reducer):
     """Share the rows, and sum the gradients over ranks while backward is running.
 
@@ -70,17 +81,6 @@ class DistributedDataParallel(buckets.Reducer):
     """
 
     def __init__(self, model, comm, bucket_bytes=buckets.CAP, first_bucket_bytes=buckets.FIRST):
-        adopt(model, comm)
-        share_rows(model, comm)
-        start_equal(model, comm)
-        whole = [p for p in model.parameters() if alike_in(comm, p) is comm]
-        for p in set(model.parameters()).difference(whole):
-            mark_partial(p, comm)
+        whole = prepare(model, comm)
         super().__init__(model, comm, [p for p in reversed(whole) if p.requires_grad],
                          bucket_bytes, first_bucket_bytes)
-
-    def __call__(self, *args):
-        return self.model(*args)
-
-    def __getattr__(self, name):
-        return getattr(self.__dict__["model"], name)

@@ -21,9 +21,7 @@ responsible for piece r of every parameter, flattened, padded and cut into p equ
               backward                |     2     |     1     |     0     |
               wire            [gather 2][gather 1][sum 2, gather 0][sum 1 ]  [sum 0]
 
-Why never all_reduce + all_gather: an all_reduce is a reduce_scatter and an all_gather, and the
-gradients that it gathers are those that other ranks are responsible for: 3 units instead of 2.
-
+Never all_reduce + all_gather: 3 units instead of 2, since an all_reduce gathers gradients, too.
 Price and what is held: see cost.zero.  Gain: memory, and the optimizer's time.
 Lesson: mpirun -n 4 python -m lessons.zero
 Paper:  Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter
@@ -36,11 +34,11 @@ from functools import partial
 import numpy as np
 
 from minidist import BadInput, buckets
-from minidist.dp import share_rows, start_equal
+from minidist.dp import prepare
 from minidist.engine.tape import replaying
 from minidist.engine.tensor import Tensor
-from minidist.mesh import adopt, key_of
-from minidist.placement import Flat, alike_in, cut, mark_partial
+from minidist.mesh import key_of
+from minidist.placement import Flat, cut
 
 IN_FLIGHT = 2                   # buckets on their way at the same time: each one costs memory
 
@@ -74,17 +72,20 @@ def attach(optimizer, model):
 
 # ------------------------------------------------------------------ stage 1: optimizer state
 
+def gather_updated(params, key, comm):
+    """Gather parameters of which every rank has written its own piece, in one message."""
+    mine = [p.data.reshape(-1)[p.sliced[key].mine] for p in params]
+    buckets.gather(mine, [p.data for p in params], comm)
+    for p in params:
+        p.changed()
+
+
 class Stage1(buckets.Reducer):
     """Sum gradients in buckets during the last backward of a step; p.grad is my piece then."""
 
     def __init__(self, model, comm, bucket_bytes=buckets.CAP, first_bucket_bytes=buckets.FIRST):
-        adopt(model, comm)
-        share_rows(model, comm)
-        start_equal(model, comm)
+        held = prepare(model, comm)
         self.comm, self.key = comm, key_of(comm)
-        held = [p for p in model.parameters() if alike_in(comm, p) is comm]
-        for p in set(model.parameters()).difference(held):
-            mark_partial(p, comm)
         for p in held:
             p.data = np.ascontiguousarray(p.data)           # the optimizer writes through a view
         super().__init__(model, comm, [p for p in reversed(held) if p.requires_grad],
@@ -107,19 +108,20 @@ class Stage1(buckets.Reducer):
     def gather_all(self):
         """Gather all that was trained, once my pieces are written: one message per bucket."""
         for bucket in self.buckets:
-            mine = [p.data.reshape(-1)[p.sliced[self.key].mine] for p in bucket.params]
-            buckets.gather(mine, [p.data for p in bucket.params], self.comm)
-            for p in bucket.params:
-                p.changed()
-
-    def __call__(self, *args):
-        return self.model(*args)
-
-    def __getattr__(self, name):
-        return getattr(self.__dict__["model"], name)
+            gather_updated(bucket.params, self.key, self.comm)
 
 
 # ------------------------------------------------------------------ stage 2: and gradients
+
+def keep_sum(bucket, row, sums):
+    """Add row, my piece of a bucket's sum, to sums[name] of earlier passes; free the buffer."""
+    bucket.hand_out(row)
+    bucket.free()
+    for p in bucket.params:
+        if p.grad is not None:
+            sums[p.name] = sums[p.name] + p.grad if p.name in sums else p.grad
+        p.grad = None
+
 
 class Stage2(Stage1):
     """Sum every backward by itself, and add up my pieces; whole gradients live for a moment."""
@@ -164,15 +166,8 @@ class Stage2(Stage1):
             self.collect(self.buckets[late], work.wait())
 
     def collect(self, bucket, mine):
-        """Add my piece of each gradient to those of earlier passes; give the buffer back."""
-        bucket.hand_out(mine[0])
-        bucket.free()
-        for p in bucket.params:
-            if p.grad is not None and p.name in self.sums:
-                self.sums[p.name] += p.grad
-            elif p.grad is not None:
-                self.sums[p.name] = p.grad
-            p.grad = None
+        """Keep my piece of the sum, and nothing else."""
+        keep_sum(bucket, mine[0], self.sums)
 
     def finish(self):
         super().finish()
@@ -186,6 +181,28 @@ class Stage2(Stage1):
 
 
 # ------------------------------------------------------------------ stage 3: and parameters
+
+def send_for(params, pieces, key, stream):
+    """Gather in the background, one message for each dtype.  -> [(parameters, wholes, work)]"""
+    sent = []
+    for dtype in sorted({p.dtype for p in params}, key=str):
+        members = [p for p in params if p.dtype == dtype]
+        mine = [pieces[p.name] for p in members]
+        wholes = [np.empty(p.placements[key].shape, dtype) for p in members]
+        sent.append((members, wholes, stream.submit(buckets.gather, mine, wholes)))
+    return sent
+
+
+def marked(x, then, i):
+    """Call then(i) when backward comes to x."""
+    return Tensor(x.data, (x,), lambda g: then(i) or (g,))
+
+
+def free(params, pieces):
+    """Hold my pieces of these parameters only."""
+    for p in params:
+        p.data = pieces[p.name]
+
 
 class Stage3(Stage2):
     """Hold pieces of parameters, too; a part of the model is whole while it computes.
@@ -229,12 +246,7 @@ class Stage3(Stage2):
     def ask(self, i):
         """Send for part i, in the background."""
         if 0 <= i < len(self.units) and i not in self.whole:
-            self.whole[i] = works = []
-            for dtype in sorted({p.dtype for p in self.units[i]}, key=str):
-                members = [p for p in self.units[i] if p.dtype == dtype]
-                wholes = [np.empty(p.placements[self.key].shape, dtype) for p in members]
-                works.append((members, wholes, self.stream.submit(
-                    buckets.gather, [self.pieces[p.name] for p in members], wholes)))
+            self.whole[i] = send_for(self.units[i], self.pieces, self.key, self.stream)
 
     def need(self, i):
         """Make part i whole."""
@@ -249,9 +261,7 @@ class Stage3(Stage2):
         """Keep my pieces of part i only; what another part shares with it stays whole."""
         del self.whole[i]
         shared = {p for other in self.whole for p in self.units[other]}
-        for p in self.units[i]:
-            if p not in shared:
-                p.data = self.pieces[p.name]
+        free([p for p in self.units[i] if p not in shared], self.pieces)
 
     def drop(self):
         super().drop()
@@ -264,21 +274,11 @@ class Stage3(Stage2):
         self.need(i)
         if not replaying():
             self.ask(i + 1)
-        y = forward(*[self.end_mark(i, x) if isinstance(x, Tensor) else x for x in args])
+        y = forward(*[marked(x, self.end, i) if isinstance(x, Tensor) else x for x in args])
         if not replaying():                                 # its backward follows at once
             self.free(i)
 
-        def begin(g):
-            self.begin(i)
-            return (g,)
-        return Tensor(y.data, (y,), begin)
-
-    def end_mark(self, i, x):
-        """Mark a part's input: its vjp runs when all others of the part have run."""
-        def end(g):
-            self.end(i)
-            return (g,)
-        return Tensor(x.data, (x,), end)
+        return marked(y, self.begin, i)
 
     def open(self, passes=1):
         super().open(passes)

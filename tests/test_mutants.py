@@ -34,14 +34,41 @@ MUTANTS = {
         ("return p.data, p.grad", "return p.data, None"),                     # stage 3 stands still
         ("return p.data, p.grad", "return p.data, 2 * p.grad"),
     ],
-    ("zero", "gather"): [
-        ("row[column][:piece.size] = piece", "row[column][:piece.size] = 2 * piece"),
-        ("-(-whole.size // comm.size)", "whole.size // comm.size"),           # no padding
-        ("slice(end - size, end)", "slice(0, size)"),                         # all in one place
-        ("np.zeros(ends[-1], wholes[0].dtype)", "np.zeros(ends[-1], 'float32')"),
-        ("np.cumsum(sizes)", "np.cumsum(sizes) - sizes[0] + 1"),
-        ("flat[r * size:", "flat[(comm.size - 1 - r) * size:"),               # ranks backwards
-        ("in zip(pieces, columns)", "in zip(pieces[1:], columns[1:])"),
+    ("zero", "gather_updated"): [
+        ("[p.data for p in params]", "[p.data + 0 for p in params]"),
+        ("p.sliced[key].mine", "p.sliced[key].mine.start:"),                  # more than my piece
+        (".mine] for", ".mine] * 2 for"),
+        ("buckets.gather(mine,", "(mine,"),                                   # never sent
+        ("buckets.gather(mine,", "buckets.gather(mine[::-1],"),
+        ("p.data.reshape(-1)[", "p.data.reshape(-1).copy()[0:0] * p.data.reshape(-1)["),
+        ("p.sliced[key].mine", "0:p.sliced[key].size"),                       # the first rank's
+    ],
+    ("zero", "keep_sum"): [
+        ("sums[p.name] + p.grad if", "p.grad if"),                            # the last pass
+        ("sums[p.name] + p.grad if", "sums[p.name] if"),                      # the first pass
+        ("sums[p.name] + p.grad if", "(sums[p.name] + p.grad) / 2 if"),
+        ("sums[p.name] + p.grad if", "sums[p.name] - p.grad if"),
+        ("bucket.hand_out(row)", "bucket.hand_out()"),                        # before the sum
+        ("bucket.hand_out(row)", "pass"),
+        ("p.grad = None", "pass"),
+    ],
+    ("zero", "send_for"): [
+        ("[pieces[p.name] for", "[2 * pieces[p.name] for"),
+        ("[pieces[p.name] for", "[0 * pieces[p.name] for"),
+        ("p.placements[key].shape", "p.data.shape"),                          # a piece, not a whole
+        ("p.placements[key].shape", "p.placements[key].shape[::-1]"),
+        ("p.dtype == dtype]", "p.dtype == dtype][1:]"),
+        ("return sent", "return []"),
+        ("gather, mine, wholes", "gather, mine[::-1], wholes"),
+    ],
+    ("zero", "free"): [
+        ("p.data = pieces[p.name]", "pass"),
+        ("p.data = pieces[p.name]", "p.data = pieces[p.name].copy()"),        # updates are lost
+        ("p.data = pieces[p.name]", "p.data = 0 * pieces[p.name]"),
+        ("in params:", "in params[1:]:"),
+        ("in params:", "in params[:1]:"),
+        ("p.data = pieces[p.name]", "p.data[:] = 0"),
+        ("p.data = pieces[p.name]", "p.data = p.data.reshape(-1)[:pieces[p.name].size]"),
     ],
     ("cp", "forward"): [
         ("sights[comm.rank - step]", "sights[comm.rank]"),
