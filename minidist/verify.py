@@ -25,14 +25,15 @@ gradients that are exactly zero by next to nothing, and takes steps from noise.
 
 A strategy of your own, on thread ranks and a small GPT that hides nothing:
 
-    def my_strategy(model, mesh):                       # plain model in, spread model out
-        return dp.parallelize(model, mesh["dp"])
+    from minidist import verify, zero
 
-    def my_optimizer(optimizer, model, mesh):           # if it changes the optimizer as well
-        optimizer.after_step.append(...)
-        return optimizer
+    def parallelize(model, comm):                       # yours: plain model in, spread model out
+        return zero.parallelize(model, comm, stage=2)
 
-    print(verify.layout(my_strategy, my_optimizer, dp=3).line())
+    def attach(optimizer, model, mesh):                 # yours, if it changes the optimizer as well
+        return zero.attach(optimizer, model)
+
+    print(verify.layout(lambda model, mesh: parallelize(model, mesh["dp"]), attach, dp=3).line())
 
 Lesson: mpirun -n 4 python -m lessons.dp
 """

@@ -1,5 +1,8 @@
 """The proof itself: it passes what is right, and catches what is wrong."""
+import re
+import textwrap
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -295,3 +298,26 @@ def test_a_layout_of_all_axes_that_stand():
     def strategy(model, mesh):
         return ddp(tp.parallelize(model, mesh["tp"]), mesh)
     assert verify.layout(strategy, dp=2, tp=2).equal
+
+
+def recipes():
+    """The text that says how to check one's own ZeRO, as the docstring and the README have it."""
+    shown = re.search(r"    from minidist import verify, zero\n.*?line\(\)\)\n", verify.__doc__,
+                      re.S)
+    readme = (Path(verify.__file__).parents[1] / "README.md").read_text()
+    blocks = re.findall(r"```python\n(from minidist import verify, zero\n.*?)```", readme, re.S)
+    return [textwrap.dedent(shown[0]), *blocks]
+
+
+def test_the_recipe_for_a_zero_of_one_s_own_runs(capsys):
+    """Right as it stands, in under ten lines; wrong without its optimizer side."""
+    first, second = recipes()
+    assert first == second and len(list(filter(None, first.splitlines()))) < 10
+    exec(first, {})
+    assert capsys.readouterr().out.startswith("EQUIVALENT")
+    right, wrong = "return zero.attach(optimizer, model)", \
+        "optimizer.target = zero.attach(optimizer, model).target; optimizer.after_step.clear(); " \
+        "return optimizer"
+    assert right in first
+    exec(first.replace(right, wrong), {})
+    assert capsys.readouterr().out.startswith("DIVERGED at step 0")
