@@ -101,30 +101,26 @@ def passes(comm, name, model, batch):
         return loss, everything(model.parameters(), mesh), counted, max(alive), late
 
 
+PARTS = {"the embedding, held by both ends": lambda n: n.startswith("embed.wte"),
+         "matrices and biases": lambda n: ".weight" in n and not n.startswith("embed.w")
+         and "norm" not in n,
+         "norms of the last stage": lambda n: n.startswith("head.norm"),
+         "norms of the stages before": lambda n: n.startswith("blocks.0.norm")}
+
+
 def prove(lesson):
     """Is it the same training?
 
     A step by 1f1b, and one by zb-h1 (backward in two halves), against one process: all gradients,
     a tied embedding on both ends, ragged rows. Then messages, bytes, and graphs alive."""
-    comm, batch = lesson.comm, setting.words(ROWS, ragged=True)
-    model = setting.model()
+    comm, batch, model = lesson.comm, setting.words(ROWS, ragged=True), setting.model()
+    _, found, border, live, _ = passes(comm, "1f1b", setting.model(), batch)
+    _, split, _, alive, late = passes(comm, "zb-h1", setting.model(), batch)
     model(batch).backward()
     ref = {p.name: p.grad for p in model.parameters()}
-    parts = {"the embedding, held by both ends": lambda n: n.startswith("embed.wte"),
-             "matrices and biases": lambda n: ".weight" in n and "norm" not in n
-             and not n.startswith("embed.w"),
-             "norms of the last stage": lambda n: n.startswith("head.norm"),
-             "norms of the stages before": lambda n: n.startswith("blocks.0.norm")}
-    wrong = dict.fromkeys(parts, 0.0)
-    for name in ("1f1b", "zb-h1"):
-        _, found, counted, alive, late = passes(comm, name, setting.model(), batch)
-        for part, inside in parts.items():
-            gaps = [kit.difference(found[n], ref[n]) for n in ref if inside(n)]
-            wrong[part] = max(wrong[part], *gaps)
-        if name == "1f1b":
-            border, live = counted, alive
-    for part, gap in wrong.items():
-        lesson.check(part, gap, 1e-11)
+    for part, inside in PARTS.items():
+        lesson.check(part, max(kit.difference(grads[n], ref[n])
+                               for grads in (found, split) for n in ref if inside(n)), 1e-11)
     p, r = comm.size, comm.rank
     made = schedules.make("1f1b", p, M)
     lesson.check("1f1b: graphs alive min(p - r, m), also in its list", float(
