@@ -199,7 +199,12 @@ def key_of(comm):
 
 
 def adopt(model, comm):
-    """Let a model remember over which axes, and on which mesh, it is spread."""
+    """Let a model remember over which axes, and on which mesh, it is spread.
+
+    BadInput, on all ranks alike, if one of its modules says that it runs in one process only."""
+    for module in model.modules() if comm.size > 1 else ():
+        if reason := getattr(module, "one_process", None):
+            raise BadInput(f"{reason}, and {comm.size} ranks are to share this model")
     mesh, known = getattr(comm, "mesh", None), getattr(model, "mesh", None)
     if mesh is not known and mesh is not None and known is not None:
         raise ValueError(f"the model lies on {known} already; {axes_of(comm)[0]} is an axis of "

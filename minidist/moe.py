@@ -128,6 +128,9 @@ class MoE(Module):
     counts [E]: how many tokens chose each expert in the latest forward, before any drop.
     """
 
+    # Capacity and balance count the tokens of one call: of a share of them, in silence, under dp.
+    one_process = "a mixture of experts runs in one process: minidist has no expert parallelism yet"
+
     def __init__(self, name, routing, config, seed, dtype):
         self.routing = routing
         self.bias, self.counts = np.zeros(routing.experts), np.zeros(routing.experts, int)
@@ -168,7 +171,10 @@ class MoE(Module):
 
 
 def replace_mlps(model, routing, seed=0):
-    """Give every block of a GPT a mixture of experts in place of its MLP."""
+    """Give every block of a GPT, in one process, a mixture of experts in place of its MLP."""
+    if getattr(model, "axes", None):
+        raise BadInput(f"{MoE.one_process}, and this model is spread over "
+                       f"{', '.join(sorted(model.axes))}")
     for i, block in enumerate(model.blocks):
         dtype = block.mlp.fc1.weight.dtype
         block.mlp = MoE(f"blocks.{i}.mlp", routing, model.config, seed, dtype)

@@ -1,12 +1,16 @@
 """Mixture of experts in one process: hand examples, a loop over tokens, finite differences."""
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from minidist import BadInput, moe
+from minidist import BadInput, cp, dp, moe, pp, tp, zero
 from minidist.engine import functional as F
 from minidist.engine.data import Batch
 from minidist.engine.gpt import GPT, GPTConfig
 from minidist.engine.tensor import Tensor
+from minidist.mesh import DeviceMesh
+from minidist.ranks.comm import run_threads
 
 CONFIG = GPTConfig(vocab=11, context=6, width=4, heads=2, layers=2)
 
@@ -140,6 +144,26 @@ def test_bias_evens_out_a_skewed_router():
         bias = moe.balanced(bias, moe.count(moe.choose(scores + bias, 1), 4), 0.01)
     assert moe.count(moe.choose(scores, 1), 4).max() > 400
     assert moe.count(moe.choose(scores + bias, 1), 4).max() < 180
+
+
+LONGER = replace(CONFIG, context=8)
+SPREAD = {"dp": dp.parallelize, "ddp": dp.DistributedDataParallel, "tp": tp.parallelize,
+          "zero": lambda model, comm: zero.parallelize(model, comm, 3),
+          "cp": cp.parallelize, "pp": pp.split}
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_experts_are_not_spread_over_ranks_in_silence(name):
+    """Each rank would balance, and cut to capacity, its own share of the tokens."""
+    def fn(world):
+        axis = name if name in ("tp", "cp", "pp") else "dp"
+        comm = DeviceMesh(world, **{axis: 2})[axis]
+        with pytest.raises(BadInput, match="one process.*2 ranks"):
+            SPREAD[name](moe.replace_mlps(GPT(LONGER), moe.MoEConfig(experts=3)), comm)
+        spread = dp.parallelize(GPT(CONFIG), comm)
+        with pytest.raises(BadInput, match="one process.*spread over"):
+            moe.replace_mlps(spread, moe.MoEConfig(experts=3))
+    run_threads(2, fn)
 
 
 def test_a_gpt_with_experts_trains():
