@@ -30,9 +30,7 @@ def a_saw(lesson):
     lesson.table([f"{LAYERS} layers, {ROWS} rows", "forward ends", "at the top", "blocks run"],
                  [[name, kit.size(end), kit.size(max(events)), runs_of_blocks]
                   for name, (end, events, runs_of_blocks) in runs.items()])
-    lesson.say("""
-        The backward of a block needs what its forward made: so the block runs forward once more,
-        on the input that was kept, and its backward follows at once.""")
+    lesson.say("Backward needs what a block's forward made: so it runs again, on the input kept.")
     lesson.figure(again.draw, {name: events for name, (_, events, _) in runs.items()})
 
 
@@ -42,7 +40,7 @@ def a_third_more(lesson):
     Backward makes two products for each one of forward. If all of forward runs twice, 3 become 4.
     The head does not run again: its backward follows its forward anyway."""
     lesson.predict("Forward takes 1, backward 2. With one more forward: how many times the step?",
-                   1.33, "", why="(1 + 1 + 2) / (1 + 2)",
+                   1.33, "", why="4 / 3",
                    mistakes={2: "only forward runs twice", 1.5: "backward counts twice"})
     counts = again.counted_once(lesson, "", *recompute.WHAT)
     plain = sum(counts[""])
@@ -56,7 +54,7 @@ def square_root(lesson):
 
     Segments of k blocks keep L/k inputs, and k blocks at a time in backward. Large k: few inputs;
     small k: little to build up. Each block runs once more, whatever k. The peak, as counted:"""
-    counts = lesson.share(lambda: [(k, max(over_time(k)[1])) for k in (1, 2, 3, 5, 9)])
+    counts = lesson.share(lambda: [(k, max(over_time(k)[1])) for k in (1, 2, 3, 9)])
     lesson.table(["k", "inputs", "at the top: formula", "counted"],
                  [[k, -(-LAYERS // k), kit.size(cost.recomputed_activations(shape(), k)[1]),
                    kit.size(top)] for k, top in counts])
@@ -112,6 +110,13 @@ def prove(lesson):
                    extra),
                   ("gradients that a shared weight gets", "1", None, times),
                   **setting.letters(sizes, "NTDHLV", S=ROWS * cost.tiles(sizes.T, sizes.tile)))
+    setting.same_training(lesson, setting.reader, blocks_again, setting.mesh(lesson.comm, "tp"),
+                          [setting.text(ROWS, step) for step in range(3)])
+
+
+def blocks_again(model, mesh):
+    """Cut a model over all ranks, and let every block be computed again in backward."""
+    return recompute.parallelize(setting.cut(model, mesh, "tp"), "blocks")
 
 
 def ranked(lesson, what):
@@ -161,9 +166,8 @@ def nothing_forgotten(fn, *args, rng=None):
 
 
 TAKEAWAY = "Recomputation trades up to a third more work for one input per segment."
-FIELD = "torch.utils.checkpoint; Megatron --recompute-granularity full, selective; jax.checkpoint"
-TRY = ["why does a pipeline with 1f1b gain more from it than one process?",
-       "write checkpoint yourself: python -m lessons.recompute --stub mine.py, then --mine mine.py"]
+FIELD = "torch.utils.checkpoint; Megatron --recompute-granularity; jax.checkpoint"
+TRY = ["why does a pipeline with 1f1b gain more from it than one process?"]
 SCREENS = [a_saw, a_third_more, square_root, selective, prove, new_dropout]
 
 if __name__ == "__main__":
