@@ -1,6 +1,7 @@
 """Flags and files of commands: a mistake is one sentence, a file is whole or not there.
 
     flags.Parser          argparse, but a wrong flag raises BadInput, and one rank prints the help
+    flags.add_training(p) the flags that say what is trained, on what, and how
     flags.integer(1)      type=: an integer of at least 1
     flags.real(0)         type=: a finite number of at least 0
     flags.writable(path)  before the work: can a file be written there?
@@ -14,6 +15,8 @@ from pathlib import Path
 
 from minidist import BadInput
 from minidist.ranks import environment
+
+SIZES = "context", "width", "heads", "layers", "kv_heads"              # of a model
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,6 +54,47 @@ def real(low):
     parse.__name__ = "number"
     return parse
 
+
+# ------------------------------------------------------------------------ what is trained
+
+def add_training(parser):
+    """Add the flags that say what is trained, on what, and how: all that decides the result."""
+    add_model(parser.add_argument_group("model"))
+    add_data(parser.add_argument_group("data"))
+    add_optimizer(parser.add_argument_group("training"))
+
+
+def add_model(group):
+    group.add_argument("--preset", default="nano", help="lesson, nano or mini (default nano)")
+    for name in SIZES:
+        group.add_argument("--" + name.replace("_", "-"), type=integer(1), metavar="N",
+                           help="replace the preset's")
+    group.add_argument("--dropout", type=real(0), default=0.0, metavar="P", help="default 0")
+    group.add_argument("--dtype", choices=["float32", "float64"],
+                       help="default float32; with --verify float64")
+
+
+def add_data(group):
+    group.add_argument("--text", metavar="FILE", help="UTF-8 text (default: Unicode names)")
+    group.add_argument("--batch", type=integer(1), default=12, metavar="B",
+                       help="sequences per step (default 12)")
+    group.add_argument("--grad-accum", "--microbatches", type=integer(1), metavar="M",
+                       help="work through the batch in M pieces: less memory, the same training; "
+                            "with --pp, the micro-batches (default 1; with --pp, 4 per stage)")
+    group.add_argument("--seed", type=integer(0), default=0, metavar="S",
+                       help="of initial values, batches, dropout and sample (default 0)")
+
+
+def add_optimizer(group):
+    group.add_argument("--steps", type=integer(1), default=500, metavar="N", help="default 500")
+    group.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw")
+    group.add_argument("--lr", type=real(0), metavar="RATE",
+                       help="peak learning rate (default: 0.75 / width; for sgd 0.5)")
+    group.add_argument("--clip", type=real(0), default=1.0, metavar="NORM",
+                       help="largest gradient norm, 0: any (default 1)")
+
+
+# ------------------------------------------------------------------------ files
 
 def writable(path):
     """Refuse a path that `write` could not write to; leaves nothing behind."""

@@ -32,7 +32,6 @@ from minidist.progress import History, Progress, draw
 from minidist.ranks import launch
 from minidist.step import summed, train_step
 
-SIZES = "context", "width", "heads", "layers", "kv_heads"
 VALIDATIONS = 10                        # how often, spread evenly over the run
 VALIDATION_BATCHES = 10                 # the same ones each time
 VERIFIED = 10                           # steps compared by --verify
@@ -43,31 +42,7 @@ VERIFIED = 10                           # steps compared by --verify
 def parser():
     p = flags.Parser(prog="python -m minidist.train", description=__doc__.split("\n")[0],
                      epilog="example: python -m minidist.train --preset nano --steps 500")
-    model = p.add_argument_group("model")
-    model.add_argument("--preset", default="nano", help="lesson, nano or mini (default nano)")
-    for name in SIZES:
-        model.add_argument("--" + name.replace("_", "-"), type=flags.integer(1), metavar="N",
-                           help="replace the preset's")
-    model.add_argument("--dropout", type=flags.real(0), default=0.0, metavar="P", help="default 0")
-    model.add_argument("--dtype", choices=["float32", "float64"],
-                       help="default float32; with --verify float64")
-    data = p.add_argument_group("data")
-    data.add_argument("--text", metavar="FILE", help="UTF-8 text (default: Unicode names)")
-    data.add_argument("--batch", type=flags.integer(1), default=12, metavar="B",
-                      help="sequences per step (default 12)")
-    data.add_argument("--grad-accum", "--microbatches", type=flags.integer(1), metavar="M",
-                      help="work through the batch in M pieces: less memory, the same training; "
-                           "with --pp, the micro-batches (default 1; with --pp, 4 per stage)")
-    data.add_argument("--seed", type=flags.integer(0), default=0, metavar="S",
-                      help="of initial values, batches, dropout and sample (default 0)")
-    training = p.add_argument_group("training")
-    training.add_argument("--steps", type=flags.integer(1), default=500, metavar="N",
-                          help="default 500")
-    training.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw")
-    training.add_argument("--lr", type=flags.real(0), metavar="RATE",
-                          help="peak learning rate (default: 0.75 / width; for sgd 0.5)")
-    training.add_argument("--clip", type=flags.real(0), default=1.0, metavar="NORM",
-                          help="largest gradient norm, 0: any (default 1)")
+    flags.add_training(p)
     spread = parallel.add_flags(p)
     spread.add_argument("--verify", nargs="?", const=VERIFIED, type=flags.integer(1), metavar="N",
                         help="train the same in one process beside it and compare after each of "
@@ -115,7 +90,7 @@ class Run:
 
 def build(o):
     """Make everything the run needs; raise BadInput for what cannot be made."""
-    replaced = {name: getattr(o, name) for name in SIZES if getattr(o, name) is not None}
+    replaced = {name: getattr(o, name) for name in flags.SIZES if getattr(o, name) is not None}
     sizes = gpt.sizes(o.preset, **replaced)
     text = default_text() if o.text is None else read_text(o.text)
     corpus = Corpus(text, sizes["context"])

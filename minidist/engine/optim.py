@@ -42,7 +42,13 @@ class Optimizer:
     Two seams let a strategy change what is written, without wrapping the optimizer:
     target        target(p) -> (array to write, gradient or None); a function to put in its place
     after_step    functions of nothing, called in order when all targets are written
+
+    What the next update depends on, besides the parameters: `moments`, arrays per parameter that
+    moment_names names in order, and `counters`, the names of fields that are numbers.
     """
+
+    moment_names = ()
+    counters = ("t",)
 
     def __init__(self, params, lr, weight_decay):
         self.params = list(params)
@@ -73,10 +79,10 @@ class Optimizer:
         for hook in self.after_step:
             hook()
 
-    def moments(self, p, w, count):
-        """Return the parameter's state: `count` arrays shaped as its target, zero at first."""
+    def moments(self, p, w):
+        """Return the parameter's state: arrays shaped as its target, zero at first."""
         if p.name not in self.state:
-            self.state[p.name] = tuple(np.zeros_like(w) for _ in range(count))
+            self.state[p.name] = tuple(np.zeros_like(w) for _ in self.moment_names)
         return self.state[p.name]
 
     def decay(self, p):
@@ -95,10 +101,11 @@ class SGD(Optimizer):
     def __init__(self, params, lr, momentum=0.0, weight_decay=0.0):
         super().__init__(params, lr, weight_decay)
         self.momentum = momentum
+        self.moment_names = ("momentum",) if momentum else ()
 
     def update(self, p, target, grad, scale):
         decay = self.decay(p)
-        for w, g, *sums, step in slabs(target, grad, *self.moments(p, target, bool(self.momentum))):
+        for w, g, *sums, step in slabs(target, grad, *self.moments(p, target)):
             np.multiply(g, scale, out=step)
             if decay:
                 step += decay * w
@@ -113,6 +120,8 @@ class SGD(Optimizer):
 class AdamW(Optimizer):
     """Step by the running mean of the gradient over the root of the running mean of its square."""
 
+    moment_names = ("m", "v")
+
     def __init__(self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1):
         super().__init__(params, lr, weight_decay)
         self.betas, self.eps = betas, eps
@@ -122,7 +131,7 @@ class AdamW(Optimizer):
         root = math.sqrt(1 - b2 ** self.t)                     # both means start at zero: undo that
         size = self.rate * root / (1 - b1 ** self.t)
         keep = 1 - self.rate * self.decay(p)
-        for w, g, m, v, s in slabs(target, grad, *self.moments(p, target, 2)):
+        for w, g, m, v, s in slabs(target, grad, *self.moments(p, target)):
             np.multiply(g, scale * (1 - b1), out=s)
             m *= b1
             m += s                                             # m = b1 m + (1 - b1) g
