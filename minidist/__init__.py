@@ -10,7 +10,8 @@
     bench/         measurements      engine attention collectives train tp fit
 
     where the two worlds meet        mesh mappings placement buckets schedules
-    one technique each               dp zero tp sp pp flash cp ulysses moe recompute
+    one technique each               dp zero tp sp pp flash cp ulysses moe ep
+                                     recompute
     the whole                        step parallel verify ledger trace progress flags
     commands                         train simulate dryrun doctor
 

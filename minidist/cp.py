@@ -138,7 +138,7 @@ def parallelize(model, comm, method="zigzag"):
     if method not in METHODS:
         raise BadInput(f"there is no method {method!r}; use one of {', '.join(METHODS)}")
     refuse_uneven_tokens(model.config.context, comm.size, method)
-    adopt(model, comm)
+    adopt(model, comm, tokens=True)
     for block in model.blocks:
         block.attn.core = make_core(block.attn, comm, method)
     model.localizers.append(functools.partial(take_tokens, comm=comm, method=method))

@@ -48,7 +48,7 @@ def start_equal(model, comm):
 
 def parallelize(model, comm):
     """Share the rows, and leave every gradient to be summed after backward.  Collective."""
-    adopt(model, comm)
+    adopt(model, comm, tokens=True)
     share_rows(model, comm)
     start_equal(model, comm)
     for p in model.parameters():
@@ -58,7 +58,7 @@ def parallelize(model, comm):
 
 def prepare(model, comm):
     """Share the rows, start equal, name partial what is cut within comm.  -> other parameters"""
-    adopt(model, comm)
+    adopt(model, comm, tokens=True)
     share_rows(model, comm)
     start_equal(model, comm)
     whole = [p for p in model.parameters() if alike_in(comm, p) is comm]

@@ -198,13 +198,15 @@ def key_of(comm):
     return axes[0] if len(axes) == 1 else axes
 
 
-def adopt(model, comm):
+def adopt(model, comm, tokens=False):
     """Let a model remember over which axes, and on which mesh, it is spread.
 
-    BadInput, on all ranks alike, if one of its modules says that it runs in one process only."""
-    for module in model.modules() if comm.size > 1 else ():
-        if reason := getattr(module, "one_process", None):
-            raise BadInput(f"{reason}, and {comm.size} ranks are to share this model")
+    tokens: do the ranks share out the tokens?  BadInput then, on all ranks alike, if one of its
+    modules looks at all tokens of a batch together."""
+    for module in model.modules() if tokens and comm.size > 1 else ():
+        if getattr(module, "all_tokens", False):
+            raise BadInput(f"a router of experts has to count the tokens of all {comm.size} ranks: "
+                           'use ep.parallelize(model, mesh["ep"]) before what shares out tokens')
     mesh, known = getattr(comm, "mesh", None), getattr(model, "mesh", None)
     if mesh is not known and mesh is not None and known is not None:
         raise ValueError(f"the model lies on {known} already; {axes_of(comm)[0]} is an axis of "

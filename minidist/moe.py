@@ -12,6 +12,7 @@ Papers: Lepikhin et al. 2020, "GShard"; Fedus et al. 2021, "Switch Transformers"
 """
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from minidist.engine import functional as F
 from minidist.engine import tensor as T
 from minidist.engine.gpt import MLP, residual_std
 from minidist.engine.nn import Module, Parameter, init
+from minidist.engine.tensor import Tensor
+from minidist.placement import lay
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class MoEConfig:
     top_k: int = 1
     capacity: float | None = None
     drop: str = "probability"
-    aux: float = 0.0
+    aux: float = 0.0            # coefficient of the load-balancing loss
+    bias: float = 0.0           # rate at which a bias evens out the choice, without any loss
     z: float = 0.0
     shared: bool = False
 
@@ -73,12 +77,48 @@ def keep(chosen, probabilities, config):
 
 
 def expert_order(chosen, kept, experts):
-    """Sort the kept choices by expert.  -> token of each row, row of each choice [n, k], counts"""
+    """Sort the kept choices by expert.  [n, k], [n, k] -> token of each row [m], row of each choice
+    [n, k], rows of each expert [E]"""
     flat, k = np.where(kept, chosen, experts).reshape(-1), chosen.shape[1]
     order = np.argsort(flat, kind="stable")[:kept.sum()]
     row = np.zeros(flat.size, int)
     row[order] = np.arange(len(order))
     return order // k, row.reshape(chosen.shape), count(chosen[kept], experts)
+
+
+def picked(rows, row, kept):
+    """Look up the rows of one choice of each token, zero where it was dropped.  [m, D] -> [n, D]"""
+    if kept.all():
+        return rows[row]
+    found = np.zeros((len(row), rows.shape[1]), rows.dtype)
+    found[kept] = rows[row[kept]]
+    return found
+
+
+def to_experts(x, token, row, kept):
+    """Copy each token once for each expert that has a place for it.  [n, D] -> [m, D]"""
+    def vjp(g):
+        gx = picked(g, row[:, 0], kept[:, 0])
+        for j in range(1, row.shape[1]):
+            gx += picked(g, row[:, j], kept[:, j])
+        return (gx,)
+    return Tensor(x.data[token], (x,), vjp)
+
+
+def to_tokens(out, gates, row, kept):
+    """Add up what its experts made of each token, each times its gate.  [m, D], [n, k] -> [n, D]"""
+    choices, rows, weights = range(row.shape[1]), out.data, gates.data.astype(out.dtype, copy=False)
+    y = np.zeros((len(row), rows.shape[1]), rows.dtype)
+    for j in choices:
+        y += weights[:, j:j + 1] * picked(rows, row[:, j], kept[:, j])
+
+    def vjp(g):
+        of_out, of_gates = np.empty_like(rows), np.empty_like(gates.data)
+        for j in choices:
+            of_gates[:, j] = np.einsum("nd,nd->n", g, picked(rows, row[:, j], kept[:, j]))
+            of_out[row[kept[:, j], j]] = (weights[:, j:j + 1] * g)[kept[:, j]]
+        return of_out, of_gates
+    return Tensor(y, (out, gates), vjp)
 
 
 def balance_loss(p, counts, coefficient):
@@ -94,13 +134,16 @@ def z_loss(logits, coefficient):
     return (lse * lse).sum() * coefficient
 
 
-def balanced(bias, counts, rate=1e-3):
-    """Raise the bias of experts with few tokens, lower that of those with many.  [E], [E] -> [E]"""
-    return bias + rate * np.sign(counts.mean() - counts)
+def move(counts, rate):
+    """Raise the bias of experts with few tokens, lower that of those with many.  [E] -> [E]"""
+    return rate * np.sign(counts.mean() - counts)
 
 
 class Experts(Module):
-    """E MLPs, stacked so that they can be cut; each works on its run of rows.  [m, D] -> [m, D]"""
+    """E MLPs, stacked so that they can be cut; each works on its run of rows.  [m, D] -> [m, D]
+
+    counts [E]: the length of each run.  columns: those of the result that my fc2_bias has.
+    """
 
     def __init__(self, name, experts, config, seed, dtype):
         D, H = config.width, config.hidden
@@ -110,44 +153,48 @@ class Experts(Module):
             weight = Parameter(init(w, (experts, o, i), seed, stds[fc], dtype), w)
             setattr(self, fc, weight)
             setattr(self, fc + "_bias", Parameter(np.zeros((experts, o), dtype), b))
+        self.columns = slice(None)
 
     def forward(self, rows, counts):
-        runs = T.split(rows, [int(c) for c in counts])
-        return T.concatenate([self.expert(e, run) for e, run in enumerate(runs)])
-
-    def expert(self, e, run):
-        """Run expert e; without rows too, so that its gradient is zeros and not missing."""
-        hidden = F.gelu(F.linear(run, self.fc1[e], self.fc1_bias[e]))
-        return F.linear(hidden, self.fc2[e], self.fc2_bias[e])
+        hidden = F.gelu(F.grouped_linear(rows, self.fc1, self.fc1_bias, counts))
+        return F.grouped_linear(hidden, self.fc2, self.fc2_bias, counts, self.columns)
 
 
 class MoE(Module):
     """Stand in for an MLP: route, run the experts, combine.  [B, T, D] -> [B, T, D]
 
-    bias [E] shifts the choice and never a gate; set it to balanced(bias, counts).
     counts [E]: how many tokens chose each expert in the latest forward, before any drop.
+    bias [E], or None: shifts the choice and never a gate; `rebalance`, after a step, moves it.
+    Three fields may be replaced from outside, for tokens and experts that are shared with others:
+        total   counts of my tokens -> of all tokens of this call
+        enter   what goes into the experts, and their gates, in
+        leave   what comes out of them
     """
 
-    # Capacity and balance count the tokens of one call: of a share of them, in silence, under dp.
-    one_process = "a mixture of experts runs in one process: minidist has no expert parallelism yet"
+    # Over ranks that share out the tokens, balance needs everybody's counts: see ep.parallelize.
+    all_tokens = True
 
     def __init__(self, name, routing, config, seed, dtype):
-        self.routing = routing
-        self.bias, self.counts = np.zeros(routing.experts), np.zeros(routing.experts, int)
-        weight = name + ".router.weight"
-        self.router = Parameter(init(weight, (routing.experts, config.width), seed, 0.02, dtype),
-                                weight)
-        self.experts = Experts(name + ".experts", routing.experts, config, seed, dtype)
+        self.routing, E = routing, routing.experts
+        self.counts = np.zeros(E, int)
+        self.seen = np.zeros(E, int)                        # since the bias was moved
+        weight, wide = name + ".router.weight", np.promote_types(dtype, np.float32)
+        self.router = Parameter(init(weight, (E, config.width), seed, 0.02, dtype), weight)
+        self.bias = Parameter(np.zeros(E, wide), name + ".router.bias") if routing.bias else None
+        if self.bias is not None:
+            self.bias.requires_grad = False                 # a parameter, so that it is kept
+        self.experts = Experts(name + ".experts", E, config, seed, dtype)
         self.shared = MLP(name + ".shared", config, seed, dtype) if routing.shared else None
+        self.total = self.enter = self.leave = lambda x: x
 
     def forward(self, x):
         flat = x.reshape(-1, x.shape[-1])
         chosen, gates, flat = self.route(flat)
         kept = keep(chosen, gates.data, self.routing)
         token, row, counts = expert_order(chosen, kept, self.routing.experts)
-        out = self.experts(F.embedding(flat, token), counts)
-        back = F.embedding(out, row, inside=kept)                       # [n, k, D]
-        y = T.sum(back * T.cast(gates, x.dtype).reshape(*gates.shape, 1), 1).reshape(*x.shape)
+        rows = to_experts(self.enter(flat), token, row, kept)
+        y = to_tokens(self.experts(rows, counts), self.enter(gates), row, kept)
+        y = self.leave(y).reshape(*x.shape)
         return y if self.shared is None else y + self.shared(x)
 
     def route(self, flat):
@@ -158,10 +205,10 @@ class MoE(Module):
         r, wide = self.routing, np.promote_types(flat.dtype, np.float32)
         logits = F.linear(T.cast(flat, wide), T.cast(self.router, wide))
         p = F.softmax(logits)
-        chosen = choose(p.data + self.bias.astype(wide), r.top_k)
-        self.counts = count(chosen, r.experts)
+        chosen = choose(p.data if self.bias is None else p.data + self.bias.data, r.top_k)
+        self.note(count(chosen, r.experts))
         if r.aux:
-            loss = balance_loss(p, self.counts, r.aux)
+            loss = balance_loss(p, self.total(self.counts), r.aux)
             flat = F.add_auxiliary_loss(flat, loss, "balance")
         if r.z:
             flat = F.add_auxiliary_loss(flat, z_loss(logits, r.z), "z")
@@ -169,13 +216,37 @@ class MoE(Module):
         gates = F.embedding(p.reshape(-1, 1), ids).reshape(*chosen.shape)
         return chosen, gates / T.sum(gates, 1, True) if r.top_k > 1 else gates, flat
 
+    def note(self, counts):
+        """Remember who chose whom, for the bias not when a forward is repeated.  [E]"""
+        self.counts = counts
+        if T.is_grad_enabled() and not T.replaying():
+            self.seen = self.seen + counts
+
+    def rebalance(self):
+        """Move the bias by what was seen since the last time.  Collective"""
+        if self.bias is not None:
+            counts, self.seen = self.total(self.seen), np.zeros_like(self.seen)
+            self.bias.data += lay(self.bias, move(counts, self.routing.bias))
+
 
 def replace_mlps(model, routing, seed=0):
-    """Give every block of a GPT, in one process, a mixture of experts in place of its MLP."""
+    """Give every block of a GPT, not yet spread over ranks, a mixture of experts for its MLP."""
     if getattr(model, "axes", None):
-        raise BadInput(f"{MoE.one_process}, and this model is spread over "
-                       f"{', '.join(sorted(model.axes))}")
+        raise BadInput("the MLPs of a plain model can be replaced by experts, and this one is "
+                       f"spread over {', '.join(sorted(model.axes))}: replace them first")
     for i, block in enumerate(model.blocks):
         dtype = block.mlp.fc1.weight.dtype
         block.mlp = MoE(f"blocks.{i}.mlp", routing, model.config, seed, dtype)
+    model.after_step = [partial(rebalance, model)]
     return model
+
+
+def mixtures(model):
+    """List the mixtures of experts that this rank holds."""
+    return [module for module in model.modules() if isinstance(module, MoE)]
+
+
+def rebalance(model):
+    """Move the biases of all routers of a model, after a step."""
+    for layer in mixtures(model):
+        layer.rebalance()

@@ -56,6 +56,8 @@ def train_step(model, batch, optimizer, mesh=None, num_microbatches=1, max_norm=
         raise FloatingPointError(f"the norm of the gradients is {norm}, at a loss of "
                                  f"{loss / count}: no step was taken, nothing has changed")
     optimizer.step(clip_scale(norm, max_norm))
+    for hook in getattr(model, "after_step", ()):
+        hook()
     return Step(loss / count, count, norm)
 
 

@@ -161,6 +161,8 @@ PLAN = [("embed",    "wte",       VocabParallelEmbedding,  words),
         ("blocks.*", "attn.proj", RowParallelLinear,       head_columns),
         ("blocks.*", "mlp.fc1",   ColumnParallelLinear,    hidden_units),
         ("blocks.*", "mlp.fc2",   RowParallelLinear,       hidden_units),
+        ("blocks.*", "mlp.shared.fc1", ColumnParallelLinear, hidden_units),    # beside experts
+        ("blocks.*", "mlp.shared.fc2", RowParallelLinear,    hidden_units),
         ("head",     "out",       ColumnParallelLinear,    words)]
 
 
@@ -171,15 +173,20 @@ def parallelize(model, comm, enter=copy_to, leave=reduce_from):
     the whole batch and returns the whole loss.  Collective: every rank calls.
     Raises BadInput, on all ranks alike, when the heads cannot be cut."""
     refuse_uneven_heads(model.config, comm.size)
+    if enter is not copy_to and any(hasattr(block.mlp, "experts") for block in model.blocks):
+        raise BadInput("sequence parallelism would give a router only some of the tokens that its "
+                       "experts work on; leave out --sp, or --experts")
     adopt(model, comm)
     ends = {ColumnParallelLinear: enter, RowParallelLinear: leave, VocabParallelEmbedding: leave}
     for name, part in model.parts.items():
         for pattern, path, layer, pieces in PLAN:
             if fnmatch(name, pattern):
                 *outer, last = path.split(".")
-                owner = functools.reduce(getattr, outer, part)
-                parts = pieces(model.config, comm.size)
-                setattr(owner, last, layer(getattr(owner, last), parts, comm, ends[layer]))
+                owner = functools.reduce(lambda at, name: getattr(at, name, None), outer, part)
+                if hasattr(owner, last):
+                    parts = pieces(model.config, comm.size)
+                    setattr(owner, last, layer(getattr(owner, last), parts, comm, ends[layer]))
+    split_experts(model, comm)
     split_heads(model, comm)
     split_loss(model, comm)
     return model
@@ -193,6 +200,22 @@ def refuse_uneven_heads(config, p):
         grouped = "" if H == K else f" with {K} key/value heads"
         choice = ", ".join(map(str, fits))
         raise BadInput(f"{H} heads{grouped} do not split over {p} ranks; use --tp {choice}")
+
+
+def split_experts(model, comm):
+    """Cut the hidden units of each expert, as those of an MLP; the bias of its result by columns.
+
+    Every rank routes all tokens, and sums up once what its pieces of a token's experts made."""
+    hidden = hidden_units(model.config, comm.size)
+    columns = np.array_split(np.arange(model.config.width), comm.size)
+    for layer in (block.mlp for block in model.blocks if hasattr(block.mlp, "experts")):
+        own = layer.experts
+        for p, dim, parts in ((own.fc1, 1, hidden), (own.fc1_bias, 1, hidden),
+                              (own.fc2, 2, hidden), (own.fc2_bias, 1, columns)):
+            cut(p, key_of(comm), Shard(dim, parts, comm))
+        own.columns = slice(columns[comm.rank][0], columns[comm.rank][-1] + 1)
+        layer.enter = functools.partial(copy_to, comm=comm)
+        layer.leave = functools.partial(reduce_from, comm=comm)
 
 
 def split_heads(model, comm):

@@ -26,11 +26,12 @@ TOP = {"meeting": "mesh mappings placement buckets schedules",
 FOLDERS = ["engine", "ranks", "collectives", "cost", "bench"]
 PAIRED = [*TOP["technique"].split(), "collectives.ring", "collectives", "mesh", "schedules",
           "checkpoint", "plan"]
-LESSONS_TO_COME = {"moe"}
+LESSONS_TO_COME = {"moe", "ep"}
 PRINTS = {"train", "sample", "progress", "doctor", "simulate", "dryrun", "plan",
           "mesh"}                                                #  and all of bench
 BUILDS_ON = {"zero": {"dp"},           # ZeRO is data parallelism, held once
-             "cp": {"flash", "ulysses"}}     # a ring passes tiles around; ulysses is a method of cp
+             "cp": {"flash", "ulysses"},     # a ring passes tiles around; ulysses is a method of cp
+             "ep": {"moe"}}         # the experts of a mixture, shared out
 COMMANDS = {"mesh": {"flags"}}       # what a module's main() imports so that it can be a command
 MPI = {"ranks.processes"}
 LINES = 320                                                      # of a file, at most

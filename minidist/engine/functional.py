@@ -1,6 +1,7 @@
 """The operations that take the time, each fused and with its own gradient.
 
-    linear  embedding  layer_norm  gelu  softmax  cross_entropy  dropout  add_auxiliary_loss
+    linear  grouped_linear  embedding  layer_norm  gelu  softmax  cross_entropy  dropout
+    add_auxiliary_loss
     scaled_dot_product_attention                                (in attention.py)
 
 Written for speed where it pays: whole matrix products, column sums as `ones @ g`, elementwise
@@ -24,7 +25,7 @@ from .tape import loss_scale, replaying
 from .tensor import Tensor
 
 __all__ = ["IGNORE", "add_auxiliary_loss", "auxiliary_losses", "cross_entropy", "dropout",
-           "dropout_mask", "embedding", "gelu", "layer_norm", "linear",
+           "dropout_mask", "embedding", "gelu", "grouped_linear", "layer_norm", "linear",
            "scaled_dot_product_attention", "softmax"]
 
 IGNORE = -100                            # a target that does not count
@@ -61,6 +62,38 @@ def linear(x, w, b=None):
         gx = (g @ w.data).reshape(shape) if wanted else None
         return (gx, lambda: g.T @ rows, lambda: _column_sum(g))[:count]
     return Tensor(y.reshape(*shape[:-1], y.shape[1]), parents, vjp)
+
+
+def grouped_linear(x, w, b, counts, columns=slice(None)):
+    """Multiply run e of the rows by w[e].T, and add b[e].  [n, i], [E, o, i], [E, o] -> [n, o]
+
+    counts [E]: the length of each run; columns: those of the result that b has, if not all.
+    """
+    ends = np.cumsum(counts).tolist()
+    runs = [slice(end - int(n), end) for n, end in zip(counts, ends)]
+    rows, wanted = x.data, x.requires_grad
+    y = np.empty((len(rows), w.shape[1]), x.dtype)
+    for e, run in enumerate(runs):
+        np.matmul(rows[run], w.data[e].T, out=y[run])
+        y[run, columns] += b.data[e]
+
+    def of_input(g):
+        gx = np.empty(rows.shape, g.dtype)
+        for e, run in enumerate(runs):
+            np.matmul(g[run], w.data[e], out=gx[run])
+        return gx
+
+    def of_weight(g):
+        gw = np.empty(w.shape, g.dtype)
+        for e, run in enumerate(runs):                      # an empty run: zeros
+            np.matmul(g[run].T, rows[run], out=gw[e])
+        return gw
+
+    def of_bias(g):
+        return np.array([_column_sum(g[run, columns]) for run in runs]).reshape(b.shape)
+
+    return Tensor(y, (x, w, b), lambda g: (of_input(g) if wanted else None,
+                                           lambda: of_weight(g), lambda: of_bias(g)))
 
 
 def embedding(w, ids, inside=None):
