@@ -6,7 +6,7 @@
                    start and fail    report watch safety environment launch
     collectives/   arrays over       ring tree halving double_tree hierarchical alltoall
                    ranks             choice layouts calls
-    cost/          closed forms      messages model shards strategies
+    cost/          closed forms      messages model shards experts strategies
     bench/         measurements      engine attention collectives train tp fit
 
     where the two worlds meet        mesh mappings placement buckets schedules

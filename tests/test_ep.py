@@ -4,7 +4,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from minidist import BadInput, cp, dp, ep, moe, parallel, pp, recompute, sp, tp, verify, zero
+from minidist import BadInput, cost, cp, dp, ep, moe, parallel, pp, recompute, sp, tp, verify, zero
 from minidist.collectives import all_gather
 from minidist.dp import DistributedDataParallel
 from minidist.engine.gpt import GPT, GPTConfig
@@ -150,6 +150,26 @@ def test_rows_arrive_in_expert_order_and_come_back_where_they_were(p, counts):
         g = rng.random(y.shape)
         y.backward(g)
         assert np.array_equal(y.data, rows.data) and np.array_equal(rows.grad, g)
+    run_threads(p, fn)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_every_row_sent_is_predicted(p):
+    def fn(world):
+        model = ep.parallelize(Layer(top_k=2), DeviceMesh(world, dp=p, ep=p)["ep"])
+        held = cost.chunks(5, p)
+        sizes, group = cost.Sizes(T=7, D=6, H=1, V=1, L=1, w=8), cost.Group(p, world.rank)
+        with world.counting() as forward:
+            y = model(Tensor(drawn(world.rank), requires_grad=True))
+        with world.counting() as backward:
+            y.backward(np.ones(y.shape))
+        there = ep.sums(model.layer.counts, held)
+        back = all_gather(np.array(there)[None], world)[:, world.rank].tolist()
+        price = cost.ep(there, back, held, sizes, group)
+        for count, predicted in zip((forward, backward), price):
+            assert (count.messages, count.bytes) == predicted[1:]
+        if p > 1:
+            assert forward.by_label["counts"].bytes == 8 * (5 - held[world.rank])
     run_threads(p, fn)
 
 

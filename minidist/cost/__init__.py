@@ -3,11 +3,13 @@
     messages      a collective over p ranks           cost.all_reduce("ring", p, n, itemsize, rank)
     model         one training step in one process    cost.gpt_flops(Sizes(...))
     shards        ZeRO: what its stages send, hold    cost.zero(...), cost.zero_memory(7.5e9, 64, 2)
+    experts       rows that go to their experts       cost.ep(there, back, held, sizes, group)
     strategies    what each strategy adds and saves   cost.tp(Sizes(...), Group(p, rank))
                   all of a layout together            cost.step(Sizes(...), Layout(dp=2, tp=4))
 
 Bytes are bytes *sent* by one rank.  Imports no array, and knows no rank but its number.
 """
+from minidist.cost.experts import ep                                             # noqa: F401
 from minidist.cost.messages import (                                             # noqa: F401
     Group, Price, all_gather, all_reduce, all_to_all, broadcast, chunks, double_tree, gather,
     hierarchical, reduce, reduce_scatter, scatter, seconds)

@@ -69,31 +69,31 @@ def grouped_linear(x, w, b, counts, columns=slice(None)):
 
     counts [E]: the length of each run; columns: those of the result that b has, if not all.
     """
-    ends = np.cumsum(counts).tolist()
-    runs = [slice(end - int(n), end) for n, end in zip(counts, ends)]
+    runs = [slice(end - int(n), end) for n, end in zip(counts, np.cumsum(counts).tolist())]
     rows, wanted = x.data, x.requires_grad
-    y = np.empty((len(rows), w.shape[1]), x.dtype)
+    y = _products(np.empty((len(rows), w.shape[1]), x.dtype), runs,
+                  _cut(rows, runs), w.data.swapaxes(1, 2))
     for e, run in enumerate(runs):
-        np.matmul(rows[run], w.data[e].T, out=y[run])
         y[run, columns] += b.data[e]
 
-    def of_input(g):
-        gx = np.empty(rows.shape, g.dtype)
-        for e, run in enumerate(runs):
-            np.matmul(g[run], w.data[e], out=gx[run])
-        return gx
+    def vjp(g):
+        gs = _cut(g, runs)
+        return (_products(np.empty(rows.shape, g.dtype), runs, gs, w.data) if wanted else None,
+                lambda: _products(np.empty(w.shape, g.dtype), range(len(runs)),
+                                  [run.T for run in gs], _cut(rows, runs)),
+                lambda: np.array([_column_sum(run[:, columns]) for run in gs]).reshape(b.shape))
+    return Tensor(y, (x, w, b), vjp)
 
-    def of_weight(g):
-        gw = np.empty(w.shape, g.dtype)
-        for e, run in enumerate(runs):                      # an empty run: zeros
-            np.matmul(g[run].T, rows[run], out=gw[e])
-        return gw
 
-    def of_bias(g):
-        return np.array([_column_sum(g[run, columns]) for run in runs]).reshape(b.shape)
+def _cut(rows, runs):
+    return [rows[run] for run in runs]
 
-    return Tensor(y, (x, w, b), lambda g: (of_input(g) if wanted else None,
-                                           lambda: of_weight(g), lambda: of_bias(g)))
+
+def _products(out, places, lefts, rights):
+    """Fill each place of out with a product; one of no rows is zeros.  -> out"""
+    for place, left, right in zip(places, lefts, rights):
+        np.matmul(left, right, out=out[place])
+    return out
 
 
 def embedding(w, ids, inside=None):
