@@ -12,7 +12,8 @@
     where the two worlds meet        mesh mappings placement buckets schedules
     one technique each               dp zero tp sp pp flash cp ulysses moe ep
                                      recompute
-    the whole                        step parallel verify ledger trace progress flags
+    the whole                        step parallel verify ledger trace checkpoint storage
+                                     progress flags
     commands                         train simulate dryrun doctor
 
 engine, ranks and cost know nothing of each other; collectives builds on ranks and cost; techniques
