@@ -58,7 +58,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from lessons import between, exercises, formula, guess, pictures, substitute, tables
+from lessons import between, exercises, guess, pictures, substitute, tables
+from lessons.proving import Proving
 from lessons.script import need_terminal, parse, read
 from lessons.substitute import breaks
 from lessons.tables import difference, duration, fold, size
@@ -116,7 +117,7 @@ def _session(comm, script, options, out, ranks=None):
     return result
 
 
-class Lesson:
+class Lesson(Proving):
     """What a lesson talks to: prints from rank 0, compares on all ranks, remembers what failed."""
 
     def __init__(self, comm, script, options, out):
@@ -125,7 +126,7 @@ class Lesson:
         self.side = comm.split(0, name="kit")              # its messages are not the lesson's
         self.checks, self.counts, self.broken, self.guesses = [], [], [], []
         self.shown, self.pictures, self.letters = 0, "", ""
-        self.terse = False                                 # print only what is wrong
+        self.terse = self.hasty = False                    # print, or meet, only what is wrong
 
     # ---- showing
 
@@ -191,68 +192,7 @@ class Lesson:
                                  ok=good))
         self.fill(f"you guessed {tables.cell(number)} {unit}, it is {right}: {note}", "   ")
 
-    # ---- proving
-
-    def check(self, name, error, bound=0.0, note=""):
-        """Demand error <= bound on every rank (bound 0: equal).  -> bool, the same everywhere
-
-        name: without figures that a run measures; note: those figures."""
-        errors = [np.inf if e is None or e != e else e for e in self.collect(float(error))]
-        worst = max(errors)
-        self.checks.append(dict(name=name, error=worst, bound=bound, ok=worst <= bound))
-        if not (self.terse and worst <= bound):
-            text = name + (f": {note}" if note else "")
-            self.say(f"{text:56}  {tables.relative(worst):>7} (bound {tables.relative(bound)})  "
-                     + self._mark(worst <= bound, errors.index(worst)))
-        return worst <= bound
-
-    def ledger(self, *rows, **letters):
-        """Print (quantity, formula, predicted, counted); on every rank all three must agree.
-
-        letters: what the formulas' letters stand for on this rank; a quantity such as "P  bytes of
-        parameters" names one for the rows below it.  predicted: None where only the formula says"""
-        own = []
-        for quantity, text, predicted, counted in rows:
-            worked_out = formula.value(text, letters)
-            predicted = worked_out if predicted is None else np.asarray(predicted).item()
-            letters[quantity.partition("  ")[0]] = predicted
-            own.append([_whole(x) for x in (predicted, np.asarray(counted).item(), worked_out)])
-        everyone, shown = self.collect(own), []
-        for i, (quantity, text, _, _) in enumerate(rows):
-            sets = [numbers[i] for numbers in everyone]
-            rank = next((r for r, numbers in enumerate(sets) if len(set(numbers)) > 1), 0)
-            predicted, counted, worked_out = sets[rank]
-            ok = predicted == counted == worked_out
-            predicted = predicted if predicted != counted else worked_out
-            self.counts.append(dict(quantity=quantity, formula=text, predicted=predicted,
-                                    measured=counted, ok=ok))
-            if not (self.terse and ok):
-                shown.append([quantity, text, predicted, counted, self._mark(ok, rank)])
-        formulas = " ".join(row[1] for row in shown)
-        if shown:
-            header = ["quantity", "formula", "predicted", "counted", ""]
-            if max(map(len, tables.table(header, shown))) > tables.WIDTH - 2:
-                header, *shown = [row[:1] + row[2:] for row in [header, *shown]]
-            self.table(header, shown)
-        self._letters(formulas, [row[0].partition("  ")[0] for row in rows], letters)
-
-    def _letters(self, formulas, defined, letters):
-        """The line under a ledger that says what its letters stand for."""
-        given = {name: value for name, value in letters.items() if name not in defined}
-        names = formula.used(formulas, given)
-        text = ", ".join(f"{name} = {tables.cell(letters[name])}" for name in names)
-        if text not in (self.letters, "") and not self.terse:          # once is enough
-            self.say("   where " + text)
-            self.letters = text
-
-    def verdict(self, verdict, name="the same training"):
-        """Print verify's comparison with one-process training and count it as a check.  -> bool"""
-        if not isinstance(verdict, dict):                  # from another rank: as data
-            verdict = dict(vars(verdict), text=verdict.line())
-        self.say(verdict["text"])
-        self.checks.append(dict(name=name, error=float(verdict["worst"]), bound=verdict["bound"],
-                                ok=bool(verdict["equal"])))
-        return self.checks[-1]["ok"]
+    # ---- proving: lessons/proving.py
 
     def break_it(self, bug):
         """Run prove() with a planted bug in place and demand that one of its checks notices."""
@@ -305,15 +245,7 @@ class Lesson:
         self.say(f"{seconds:.1f} s, {ranks}{self.pictures}"
                  + (f"   FAILED: {', '.join(failed)}" if failed else ""))
 
-    def _mark(self, ok, rank):
-        return "ok" if ok else "WRONG" + (f" on rank {rank}" if self.comm.size > 1 else "")
-
     def print_lines(self, *lines):
         if self.comm.rank == 0:
             for line in lines:
                 print(line, file=self.out)
-
-
-def _whole(number):
-    """A float that is a whole number up to rounding, as that number."""
-    return round(number) if abs(number - round(number)) < 1e-6 * max(1, abs(number)) else number

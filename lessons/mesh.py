@@ -146,7 +146,7 @@ def sums(comm, sizes):
     grid = mesh.DeviceMesh(comm, **sizes)
     axes = [axis for axis in ("pp", "dp", "tp") if sizes.get(axis)]
     number = np.array([comm.rank])
-    return ([grid.coords[axis] for axis in axes],
+    return ([int(grid.coords[axis]) for axis in axes],
             [int(all_reduce(number, grid[axis])[0]) for axis in reversed(axes)],
             [grid[axis].rank for axis in axes])
 

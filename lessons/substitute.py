@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lessons.guess import typed
-from lessons.tables import WIDTH, relative
+from lessons.proving import Enough
+from lessons.tables import WIDTH
 from minidist.ranks.comm import Deadlock, run_threads
 
 OURS = ("minidist", "lessons", "__main__")
@@ -138,10 +139,8 @@ class Outcome:
     @property
     def failed(self):
         """What went wrong, first things first; empty if nothing did."""
-        wrong = [f"{c['name']}: difference {relative(c['error'])} (bound {relative(c['bound'])})"
-                 for c in self.checks if not c["ok"]]
-        wrong += [f"{row['quantity']}: predicted {row['predicted']}, counted {row['measured']}"
-                  for row in self.ledger if not row["ok"]]
+        wrong = [f"{record.get('name') or record['quantity']}: {record['message']}"
+                 for record in self.checks + self.ledger if not record["ok"]]
         return ([self.error] if self.error else []) + wrong
 
     @property
@@ -149,18 +148,23 @@ class Outcome:
         return not self.failed and bool(self.checks or self.ledger)
 
 
-def trial(lesson, ranks, out=None, sync=False):
-    """Run the lesson's proof on thread ranks of this process and say how it ended.  Rank 0 only"""
+def trial(lesson, ranks, out=None, sync=False, hasty=False):
+    """Run the lesson's proof on thread ranks of this process and say how it ended.  Rank 0 only
+
+    hasty: only until something is wrong."""
     outcome = Outcome()
 
     def prove(comm):
         inner = lesson.quietly(comm, out)
+        inner.hasty = hasty
         if comm.rank == 0:
             outcome.checks, outcome.ledger = inner.checks, inner.counts
         lesson.script.prove(inner)
 
     try:
         run_threads(ranks, prove, sync=sync, timeout=TIMEOUT)
+    except Enough:
+        pass
     except (Exception, SystemExit) as error:               # exit(0) would look like success
         outcome.error = describe(error, lesson.options.mine)
     return outcome
@@ -173,9 +177,10 @@ def describe(error, path=None):
     if own and isinstance(error, NotImplementedError):
         return f"{path}: {own[-1].name} is not written yet"
     where = f"{path}, line {own[-1].lineno}, in {own[-1].name}: " if own else ""
+    asked = f"{error.asked}: " if hasattr(error, "asked") else ""
     if isinstance(error, Deadlock):                        # says so itself; all are in one group
-        return where + str(error).replace(", group world", "")
-    return f"{where}{type(error).__name__}: {error}"
+        return asked + where + str(error).replace(", group world", "")
+    return f"{asked}{where}{type(error).__name__}: {error}"
 
 
 def demonstrate(lesson, bug, hidden=False):

@@ -62,7 +62,9 @@ def test_a_check_fails_on_all_ranks_if_one_rank_is_off():
         seen.append(lesson.check("close", 1e-3 * (lesson.comm.rank == 2), bound=1e-6))
     result = lesson(main, 3)
     assert seen == [False] * 3 and not result["ok"]
-    assert result["checks"] == [dict(name="close", error=1e-3, bound=1e-6, ok=False)]
+    message = "difference 1.0e-03 (bound 1.0e-06) on rank 2"
+    assert result["checks"] == [dict(name="close", error=1e-3, bound=1e-6, ok=False,
+                                     message=message)]
     assert "WRONG on rank 2" in result["output"] and "FAILED: close" in result["output"]
 
 

@@ -1,0 +1,64 @@
+"""Plausible mistakes in the functions that readers write: the lesson's proof must notice each.
+
+    python -m tests.mutants             how many of each lesson's are caught
+    python -m tests.mutants ring        each of one lesson's, and what catches it
+
+A table per lesson, in the file of its name: {function: [(text of its source, what is there
+instead), ...]}; below it RIGHT, other right solutions in the same form, which must pass.
+"""
+import inspect
+import io
+import textwrap
+from importlib import import_module
+from importlib.util import find_spec
+
+from lessons import kit, script, substitute
+from lessons.script import existing
+from minidist.ranks.comm import run_threads
+
+SIZES = 2, 3, 4, 1                     # on one rank many mutants are right, on two many more
+
+
+def table(lesson, kind="MUTANTS"):
+    """The mutants of a lesson's functions, or other right solutions.  -> [(function, old, new)]"""
+    name = f"tests.mutants.{lesson}"
+    found = getattr(import_module(name), kind, {}) if find_spec(name) else {}
+    return [(function, *change) for function, changes in found.items() for change in changes]
+
+
+def lessons():
+    """The lessons that have a table, in reading order."""
+    return [name for name, _, _ in existing() if table(name)]
+
+
+def read(lesson):
+    return script.read(import_module(f"lessons.{lesson}").SCREENS)
+
+
+def caught(lesson, name, old, new):
+    """Let a changed function take the library's place.  -> what the lesson's proof says of it
+
+    The proof runs as --mine runs it, but ends at the first thing that is wrong: "" if nothing is"""
+    plan = read(lesson)
+    function = next(f for f in plan.exercise if f.__name__ == name)
+    module = inspect.getmodule(function)
+    with substitute.patched((module, name, changed(function, module, old, new))):
+        for ranks in [1] if plan.alone else SIZES:
+            if found := proof(plan, ranks).failed:
+                return f"{ranks} ranks: {found[0]}"
+    return ""
+
+
+def changed(function, module, old, new):
+    """Make a function of its source with one text in another's place."""
+    source, made = textwrap.dedent(inspect.getsource(function)), {}
+    assert old in source, f"{function.__name__} does not say {old!r} any more"
+    exec(compile(source.replace(old, new), "a mutant", "exec"), vars(module), made)
+    return made[function.__name__]
+
+
+def proof(plan, ranks):
+    """Run a lesson's proof on thread ranks until something is wrong.  -> Outcome"""
+    options = script.parse(plan, ["--no-figure"])
+    return run_threads(1, lambda comm: substitute.trial(
+        kit.Lesson(comm, plan, options, io.StringIO()), ranks, sync=True, hasty=True))[0]
