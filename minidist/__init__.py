@@ -11,7 +11,7 @@
 
     where the two worlds meet        mesh mappings placement buckets schedules
     one technique each               dp zero tp sp pp flash cp ulysses moe ep
-                                     recompute
+                                     recompute offload
     the whole                        step parallel verify ledger trace checkpoint storage
                                      progress flags
     commands                         train simulate dryrun doctor

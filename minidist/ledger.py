@@ -6,9 +6,11 @@
     A   activations       grows while forward runs, shrinks while backward does; with the batch
 
 Every number is a sum over arrays that are alive now, each buffer counted once; cost predicts them.
+What an Offload has moved elsewhere is not held; its two buffers are.
 
 Lesson: mpirun -n 4 python -m lessons.memory   (and lessons.step)
 """
+import mmap
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minidist.engine.graph import buffer
 from minidist.engine.tensor import Node, graph_bytes
 from minidist.step import train_step
 
@@ -31,8 +34,8 @@ class Bytes(NamedTuple):
 def held(model, optimizer=None, *roots, batch=None):
     """Count what is held now.  roots: the Tensors (or nodes) whose graph waits for backward"""
     params = model.parameters()
-    state = optimizer.state.values() if optimizer else ()
-    return Bytes(sum(p.data.nbytes for p in params),
+    state = here(optimizer) if optimizer else ()
+    return Bytes(sum(p.data.nbytes for p in params if not elsewhere(p.data)),
                  gradient_bytes(model),
                  sum(array.nbytes for arrays in state for array in arrays),
                  graph_bytes(*map(rooted, roots), exclude=known(model, batch)))
@@ -122,13 +125,25 @@ def classes(model, optimizer, *roots, batch=None):
     return {"parameters": nbytes(own), "gathered": nbytes(whole),
             "gradients": nbytes(sums) - nbytes(inside),
             "buckets": sum(bucket.nbytes for bucket in getattr(model, "buckets", ())),
-            "optimizer": nbytes(x for arrays in optimizer.state.values() for x in arrays),
+            "optimizer": nbytes(x for arrays in here(optimizer) for x in arrays),
             "activations": graph_bytes(*map(rooted, roots), exclude=known(model, batch))}
 
 
 def nbytes(arrays):
-    """Add up the bytes of arrays, each once."""
-    return sum({id(x): x.nbytes for x in arrays}.values())
+    """Add up the bytes of arrays, each once; nothing for those that lie elsewhere."""
+    return sum({id(x): x.nbytes for x in arrays if not elsewhere(x)}.values())
+
+
+def elsewhere(array):
+    """Does an array look into a tier of minidist.offload, rather than into this rank's memory?"""
+    return isinstance(getattr(buffer(array).base, "obj", None), mmap.mmap)
+
+
+def here(optimizer):
+    """List the arrays of an optimizer's state that are here; the chunks that pass by, too."""
+    state = [[x for x in arrays if not elsewhere(x)] for arrays in optimizer.state.values()]
+    offload = getattr(optimizer, "offload", None)
+    return [*state, [offload.buffers]] if offload else state
 
 
 def timeline(model, batch, optimizer, **options):

@@ -8,6 +8,7 @@
     --attention tiled attention without a T x T matrix                   minidist.flash
     --pp 4            4 ranks, each with some of the layers              minidist.pp
     --recompute sqrt  keep less of the forward, compute it again         minidist.recompute
+    --offload DIR     optimizer state in a file, here chunk by chunk     minidist.offload
 
 Strategies are functions on models, so composing them is applying one after another, always in the
 order of STRATEGIES. The product of all sizes is the number of ranks; replicas take the ranks that
@@ -16,8 +17,10 @@ the other axes leave.
 Run: python -m minidist.train -n 4 --dp 4 --verify
 """
 import math
+from functools import partial
 
-from minidist import BadInput, cp, flags, flash, pp, recompute, schedules, sp, tp, zero
+from minidist import (BadInput, cp, flags, flash, offload, pp, recompute, schedules, sp, tp,
+                      zero)
 from minidist.dp import DistributedDataParallel
 from minidist.mesh import AXES, DeviceMesh
 from minidist.ranks import comm, environment
@@ -45,6 +48,9 @@ def add_flags(parser):
     group.add_argument("--recompute", choices=recompute.WHAT,
                        help="compute again in backward, rather than keep: every block, segments of "
                             "sqrt(layers) blocks, or only the core of attention")
+    group.add_argument("--offload", metavar="DIR",
+                       help="keep optimizer state, and with --zero 3 parameters, in a file in DIR "
+                            "that is gone when the run ends; it passes by in chunks")
     group.add_argument("--schedule", choices=[*schedules.ORDERS], metavar="NAME",
                        help=f"of the stages of --pp: {', '.join(schedules.ORDERS)} (default 1f1b)")
     group.add_argument("--chunks", type=flags.integer(1), metavar="V",
@@ -149,9 +155,15 @@ def replicas(model, mesh, options):
     return DistributedDataParallel(model, mesh["dp"])
 
 
-def equip(optimizer, model):
-    """Let an optimizer write what this rank is responsible for.  -> the optimizer"""
-    return zero.attach(optimizer, model) if hasattr(model, "gather_all") else optimizer
+def equip(optimizer, model, mesh=None, folder=None):
+    """Let an optimizer write what this rank is responsible for.  -> the optimizer
+
+    folder: where its state lies, and what ZeRO's stage 3 holds; None: here.  Collective"""
+    if hasattr(model, "gather_all"):
+        zero.attach(optimizer, model)
+    if folder:
+        offload.attach(optimizer, model, partial(offload.File, folder=folder), mesh and mesh.world)
+    return optimizer
 
 
 # In the order in which they are applied to a plain model.

@@ -107,7 +107,7 @@ def build(o):
                             schedule=o.schedule, chunks=o.chunks, zero=o.zero,
                             recompute=o.recompute)
     twin = verify.Twin(plain, optimizer, mesh) if o.verify else None
-    ours = parallel.equip(optimizer(model.parameters()), model)
+    ours = parallel.equip(optimizer(model.parameters()), model, mesh, o.offload)
     return Run(corpus, config, mesh, model, ours, twin)
 
 
@@ -245,7 +245,7 @@ def main():
     model = whole(run, np.dtype(o.dtype))
     verdict = run.twin.verdict if run.twin else None
     if first:
-        finish(o, history, verdict, model, run.corpus)
+        finish(run, o, history, verdict, model)
     return 0 if verdict is None or verdict.equal else 1
 
 
@@ -256,16 +256,20 @@ def outputs(o):
     return {what: path for what, path in files.items() if path}
 
 
-def finish(o, history, verdict, model, corpus):
+def finish(run, o, history, verdict, model):
     """Print and write what has come out."""
-    files = outputs(o)
-    text, fingerprint = sample(model, corpus, o), digest(model)
+    files, moved = outputs(o), o.offload and run.optimizer.offload.account()
+    text, fingerprint = sample(model, run.corpus, o), digest(model)
     print(f"\n{text}\n" if text else "")
     print(f"parameters sha256 {fingerprint}")
+    if moved:
+        print("offload    this rank: " + ", ".join(f"{n:,} bytes {what}"
+                                                   for what, n in moved.items()))
     if "picture" in files:
         draw(history, files["picture"])
     if "data" in files:
         data = report(o, history, verdict and verdict.line(), text, fingerprint)
+        data["offload"] = moved
         data = json.dumps(data, indent=1).encode()
         flags.write(files["data"], lambda file: file.write(data))
     for what, path in files.items():

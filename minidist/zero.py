@@ -239,6 +239,7 @@ class Stage3(Stage2):
         for p in held:
             cut(p, self.key, Flat(p.shape, self.comm))
             self.pieces[p.name] = p.data
+        self.sources = self.pieces                          # what gathers read; see offload
 
     def gather_all(self):
         """Gather nothing after a step: each part will, before it computes."""
@@ -246,7 +247,7 @@ class Stage3(Stage2):
     def ask(self, i):
         """Send for part i, in the background."""
         if 0 <= i < len(self.units) and i not in self.whole:
-            self.whole[i] = send_for(self.units[i], self.pieces, self.key, self.stream)
+            self.whole[i] = send_for(self.units[i], self.sources, self.key, self.stream)
 
     def need(self, i):
         """Make part i whole."""
@@ -277,7 +278,6 @@ class Stage3(Stage2):
         y = forward(*[marked(x, self.end, i) if isinstance(x, Tensor) else x for x in args])
         if not replaying():                                 # its backward follows at once
             self.free(i)
-
         return marked(y, self.begin, i)
 
     def open(self, passes=1):

@@ -39,8 +39,10 @@ class Optimizer:
 
     lr is a number, or a function of the step count (1 at the first update).
 
-    Two seams let a strategy change what is written, without wrapping the optimizer:
+    Seams let a strategy change what is written, without wrapping the optimizer:
     target        target(p) -> (array to write, gradient or None); a function to put in its place
+    targets       yields the pieces that are updated one by one: all of each target, or less
+    moments       moments(p, piece) -> the state of this piece, an array for each moment_name
     after_step    functions of nothing, called in order when all targets are written
 
     What the next update depends on, besides the parameters: `moments`, arrays per parameter that
@@ -67,12 +69,16 @@ class Optimizer:
         """Say what is written, and with which gradient: the whole of what this rank holds."""
         return p.data, p.grad
 
+    def targets(self):
+        """Yield (parameter, array, gradient or None) of what is updated: each target as it is."""
+        for p in self.params:
+            yield p, *self.target(p)
+
     def step(self, scale=1.0):
         """Update every target that has a gradient, as if gradients were multiplied by scale."""
         self.t += 1
         self.rate = self.lr(self.t) if callable(self.lr) else self.lr
-        for p in self.params:
-            w, g = self.target(p)
+        for p, w, g in self.targets():
             if g is not None:
                 self.update(p, w, g, scale)
                 p.changed()
