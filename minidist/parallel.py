@@ -33,9 +33,6 @@ def add_flags(parser):
     group = parser.add_argument_group("parallel")
     for axis in OFFERED:
         group.add_argument(f"--{axis}", type=flags.integer(1), metavar="N", help=AXES[axis].help)
-    group.add_argument("--zero", type=int, choices=[1, 2, 3], metavar="1|2|3",
-                       help="hold optimizer state (1), gradients too (2), parameters too (3) once "
-                            "over the ranks of --dp, in pieces")
     group.add_argument("--sp", nargs="?", const="again", choices=["again", "keep"],
                        help="share the tokens between the layers too, over the ranks of --tp; "
                             "keep: remember a layer's whole input, rather than gather it again")
@@ -45,17 +42,25 @@ def add_flags(parser):
     group.add_argument("--attention", choices=["full", "tiled"], default="full",
                        help="tiled: never hold a T x T matrix, compute scores again in backward; "
                             "rings are always tiled (default full)")
+    group.add_argument("--schedule", choices=[*schedules.ORDERS], metavar="NAME",
+                       help=f"of the stages of --pp: {', '.join(schedules.ORDERS)} (default 1f1b)")
+    group.add_argument("--chunks", type=flags.integer(1), metavar="V",
+                       help="stages on each rank of --pp (default: as few as the schedule allows)")
+    add_memory_flags(group)
+    return group
+
+
+def add_memory_flags(group):
+    """Add the flags of what holds less and pays for it otherwise."""
+    group.add_argument("--zero", type=int, choices=[1, 2, 3], metavar="1|2|3",
+                       help="hold optimizer state (1), gradients too (2), parameters too (3) once "
+                            "over the ranks of --dp, in pieces")
     group.add_argument("--recompute", choices=recompute.WHAT,
                        help="compute again in backward, rather than keep: every block, segments of "
                             "sqrt(layers) blocks, or only the core of attention")
     group.add_argument("--offload", metavar="DIR",
                        help="keep optimizer state, and with --zero 3 parameters, in a file in DIR "
                             "that is gone when the run ends; it passes by in chunks")
-    group.add_argument("--schedule", choices=[*schedules.ORDERS], metavar="NAME",
-                       help=f"of the stages of --pp: {', '.join(schedules.ORDERS)} (default 1f1b)")
-    group.add_argument("--chunks", type=flags.integer(1), metavar="V",
-                       help="stages on each rank of --pp (default: as few as the schedule allows)")
-    return group
 
 
 def make_mesh(args, world=None):

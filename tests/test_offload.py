@@ -142,13 +142,36 @@ def test_dtypes_may_differ_and_gradients_may_lack():
 # ------------------------------------------------------------------ what moves, and what is here
 
 @pytest.mark.parametrize("make, slots", [("SGD", 1), ("AdamW", 2)])
-def test_each_step_moves_the_state_here_and_back(make, slots):
-    model, optimizer = trained(solo(), {}, MAKERS[make], offload.Host, steps=2)
-    size = sum(p.data.nbytes for p in model.parameters())
-    tier = optimizer.offload.tier
-    assert (tier.got, tier.given) == (2 * slots * size, 2 * slots * size)
-    assert optimizer.offload.buffers.nbytes == 2 * slots * 1024          # 1000, rounded up
-    assert ledger.held(model, optimizer).optimizer == 2 * slots * 1024
+@pytest.mark.parametrize("chunk", [64, 1000, 1 << 20])
+def test_a_step_moves_the_state_here_and_back(make, slots, chunk):
+    model, optimizer = trained(solo(), {}, MAKERS[make], offload.Host, steps=2, chunk=chunk)
+    n, account = sum(p.size for p in model.parameters()), optimizer.offload.account()
+    there, read, written, buffers = cost.offload(n, 8, slots, chunk)
+    assert account == {"elsewhere": there, "read": 2 * read, "written": 2 * written}
+    assert there == read == written == slots * n * 8
+    assert ledger.held(model, optimizer).optimizer == optimizer.offload.buffers.nbytes == buffers
+    assert buffers == 2 * slots * max(64, min(chunk // 64 * 64 + 64 * (chunk % 64 > 0), n * 8))
+
+
+@pytest.mark.parametrize("stage, microbatches, tied", [
+    (1, 1, True), (2, 2, True), (3, 1, True), (3, 3, True), (3, 2, False)])
+def test_what_zero_moves(stage, microbatches, tied):
+    def rank(comm):
+        model, optimizer = trained(comm, dict(dp=3, zero=stage), MAKERS["AdamW"], offload.Host, 1,
+                                   microbatches, tied=tied)
+        return optimizer.offload.account(), ledger.classes(model, optimizer)
+
+    whole = tiny(layers=3, heads=6, kv_heads=6, width=24, vocab=14, tied=tied)
+    numbers = [p.size for p in whole.parameters()]
+    for r, (account, held) in enumerate(run_threads(3, rank)):
+        group, gathered = cost.Group(3, r), None
+        if stage == 3:
+            parts = cost.zero_parts(numbers, 3, tied)[1]
+            gathered = 2 * microbatches * sum(-(-n // 3) for part in parts for n in part)
+            assert held["parameters"] == held["gathered"] == 0
+        state = cost.zero_held(numbers, group, stage)[2]
+        moved = cost.offload(state // 2, 8, chunk=1000, gathered=gathered)
+        assert tuple(account.values()) == moved[:3] and held["optimizer"] == moved.buffers
 
 
 def test_chunks_without_a_gradient_stay_where_they_are():

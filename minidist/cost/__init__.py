@@ -3,6 +3,7 @@
     messages      a collective over p ranks           cost.all_reduce("ring", p, n, itemsize, rank)
     model         one training step in one process    cost.gpt_flops(Sizes(...))
     shards        ZeRO: what its stages send, hold    cost.zero(...), cost.zero_memory(7.5e9, 64, 2)
+                  what lies elsewhere, and moves      cost.offload(numbers, w)
     experts       rows that go to their experts       cost.ep(there, back, held, sizes, group)
     strategies    what each strategy adds and saves   cost.tp(Sizes(...), Group(p, rank))
                   all of a layout together            cost.step(Sizes(...), Layout(dp=2, tp=4))
@@ -17,7 +18,8 @@ from minidist.cost.model import (                                               
     GPT3, Kept, Sizes, Work, at_least, attention_work, block_activations, gpt_activations,
     gpt_flops, gpt_parameters, linear_work, recomputed_activations, recomputed_flops,
     selective_activations, textbook_activations, tiles)
-from minidist.cost.shards import zero, zero_held, zero_memory, zero_parts          # noqa: F401
+from minidist.cost.shards import (                                               # noqa: F401
+    Moved, offload, zero, zero_held, zero_memory, zero_parts)
 from minidist.cost.strategies import (                                           # noqa: F401
     Layout, between_cuts, cp, ddp, dp, pp, sp, step, tp, tp_activations, tp_block_activations,
     tp_keys, tp_parameters, ulysses)

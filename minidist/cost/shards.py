@@ -1,4 +1,4 @@
-"""What ZeRO sends and holds, stage by stage.
+"""What ZeRO sends and holds, stage by stage; what moves if some of it lies elsewhere.
 
     group p, model of n numbers        parameters   gradients   optimizer    sent, (p-1)/p n each
     stage 1                            n            n           n/p          2
@@ -9,6 +9,8 @@ Each parameter is padded until p pieces of it are equal, so exact numbers are a 
 
 Lesson: mpirun -n 4 python -m lessons.zero
 """
+from typing import NamedTuple
+
 from minidist.cost.messages import NOTHING
 
 
@@ -62,3 +64,21 @@ def zero_memory(parameters, p, stage, state=12, w=2):
     moments).  7.5e9 parameters over 64 ranks: 120e9 (stage 0), 31.4e9, 16.6e9, 1.88e9"""
     share = [1 / p if stage >= first else 1 for first in (3, 2, 1)]
     return parameters * sum(part * bytes_ for part, bytes_ in zip(share, (w, w, state)))
+
+
+class Moved(NamedTuple):
+    """Bytes of one rank: what lies elsewhere, what a step reads and writes there, two chunks."""
+    elsewhere: int
+    read: int
+    written: int
+    buffers: int
+
+
+def offload(numbers, w, state=2, chunk=1 << 20, gathered=None):
+    """Say what lies elsewhere and moves, if a rank's optimizer updates so many numbers.  -> Moved
+
+    All of it is read once and written once in a step.  gathered: ZeRO's stage 3, whose parameters
+    lie there too: how many numbers of its own a rank reads in a step to gather them (2 m times)."""
+    slots = state + (gathered is not None)
+    there, row = slots * numbers * w, -(-min(chunk, numbers * w) // 64) * 64
+    return Moved(there, there + (gathered or 0) * w, there, 2 * slots * row)
