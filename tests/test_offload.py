@@ -261,13 +261,15 @@ def test_a_directory_that_cannot_be_used_is_refused(folder, tmp_path):
 def full(monkeypatch, after):
     """Let the disk be full after so many writes."""
     calls = []
+
+    def write(original, *args):
+        calls.append(1)
+        if len(calls) > after:
+            raise OSError(28, os.strerror(28))
+        return original(*args)
+
     for name in ("pwrite", "pwritev"):
-        def write(*args, original=getattr(os, name)):
-            calls.append(1)
-            if len(calls) > after:
-                raise OSError(28, os.strerror(28))
-            return original(*args)
-        monkeypatch.setattr(os, name, write)
+        monkeypatch.setattr(os, name, partial(write, getattr(os, name)))
 
 
 def test_a_disk_that_is_full_is_refused_before_the_first_step_on_all_ranks(monkeypatch, tmp_path):
