@@ -69,9 +69,26 @@ def add_model(group):
     for name in SIZES:
         group.add_argument("--" + name.replace("_", "-"), type=integer(1), metavar="N",
                            help="replace the preset's")
+    add_experts(group)
     group.add_argument("--dropout", type=real(0), default=0.0, metavar="P", help="default 0")
     group.add_argument("--dtype", choices=["float32", "float64"],
                        help="default float32; with --verify float64")
+
+
+def add_experts(group):
+    group.add_argument("--experts", type=integer(1), metavar="E",
+                       help="replace each MLP by E of its size, of which a router chooses some for "
+                            "each token")
+    group.add_argument("--top-k", type=integer(1), metavar="K",
+                       help="experts for each token (default 2)")
+    group.add_argument("--capacity", type=real(0), metavar="C",
+                       help="an expert has places for C times an even share of the tokens; others "
+                            "are dropped (default: places for all)")
+    group.add_argument("--balance", choices=["aux", "bias", "none"],
+                       help="what evens the experts out: a loss, a bias on the choice alone, or "
+                            "nothing (default bias)")
+    group.add_argument("--shared-expert", action="store_true", default=None,
+                       help="one more MLP, for all tokens")
 
 
 def add_data(group):

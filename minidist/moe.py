@@ -25,6 +25,9 @@ from minidist.engine.tensor import Tensor
 from minidist.placement import lay
 
 
+AUX, RATE = 1e-2, 1e-3           # the usual coefficient of the balance loss, and rate of the bias
+
+
 @dataclass(frozen=True)
 class MoEConfig:
     """Fix how tokens are routed.  capacity: a factor (None: dropless); drop: which go first."""

@@ -2,6 +2,7 @@
 
     --dp 4            4 replicas, each on its rows of the batch          minidist.dp
     --zero 3          and what they hold is held once, in pieces         minidist.zero
+    --dp 4 --ep 2     of the replicas, 2 share the experts               minidist.ep
     --tp 2            2 ranks share every layer                          minidist.tp
     --tp 2 --sp       and the tokens between the layers                  minidist.sp
     --cp 2            2 ranks share the tokens of every row              minidist.cp
@@ -19,8 +20,8 @@ Run: python -m minidist.train -n 4 --dp 4 --verify
 import math
 from functools import partial
 
-from minidist import (BadInput, cp, flags, flash, offload, pp, recompute, schedules, sp, tp,
-                      zero)
+from minidist import (BadInput, cp, ep, flags, flash, moe, offload, pp, recompute, schedules, sp,
+                      tp, zero)
 from minidist.dp import DistributedDataParallel
 from minidist.mesh import AXES, DeviceMesh
 from minidist.ranks import comm, environment
@@ -33,6 +34,7 @@ def add_flags(parser):
     group = parser.add_argument_group("parallel")
     for axis in OFFERED:
         group.add_argument(f"--{axis}", type=flags.integer(1), metavar="N", help=AXES[axis].help)
+    group.add_argument("--ep", type=flags.integer(1), metavar="N", help=AXES["ep"].help)
     group.add_argument("--sp", nargs="?", const="again", choices=["again", "keep"],
                        help="share the tokens between the layers too, over the ranks of --tp; "
                             "keep: remember a layer's whole input, rather than gather it again")
@@ -66,7 +68,7 @@ def add_memory_flags(group):
 def make_mesh(args, world=None):
     """Lay the running ranks out as the flags say; BadInput if they do not fit.  Collective."""
     world = world or (comm.world() if environment.launched() else comm.solo())
-    return DeviceMesh(world, **axis_sizes(args, world.size))
+    return DeviceMesh(world, **axis_sizes(args, world.size), ep=getattr(args, "ep", None) or 1)
 
 
 def axis_sizes(args, ranks):
@@ -84,6 +86,7 @@ def axis_sizes(args, ranks):
         raise BadInput(f"--zero {args.zero} would send gradients after each micro-batch of each "
                        "stage of --pp; use --zero 1, or leave out --pp")
     refuse_recompute(args, sizes)
+    refuse_experts(args)
     if args.batch < sizes["dp"]:
         raise BadInput(f"{args.batch} sequences do not give each of {sizes['dp']} replicas one; "
                        f"use --batch {sizes['dp']} or more")
@@ -101,6 +104,19 @@ def refuse_recompute(args, sizes):
     if what == "sqrt" and sizes["pp"] > 1:
         raise BadInput("--recompute sqrt joins several layers to one part, and the schedule of "
                        f"--pp {sizes['pp']} knows its parts one by one; use --recompute blocks")
+
+
+def refuse_experts(args):
+    """Raise BadInput if flags for experts miss them, or do not go with the rest."""
+    if not getattr(args, "experts", None):
+        given = [name for name in ("ep", "top_k", "capacity", "balance", "shared_expert")
+                 if getattr(args, name, None) is not None and (name, args.ep) != ("ep", 1)]
+        if given:
+            raise BadInput(f"--{given[0].replace('_', '-')} is about experts, and this model has "
+                           "none; use --experts E")
+    elif args.sp:
+        raise BadInput("--sp would give a router only some of the tokens that its experts work "
+                       "on; leave it out, or --experts")
 
 
 def spread(model, mesh, sequence=None, **options):
@@ -128,6 +144,11 @@ def tensor(model, mesh, options):
         return tp.parallelize(model, comm)
     tp.parallelize(model, comm, sp.enter, sp.leave)
     return sp.parallelize(model, comm, keep_input=sequence == "keep")
+
+
+def experts(model, mesh, options):
+    """Share out the experts over ep, if there are any, and let routers count all tokens."""
+    return ep.parallelize(model, mesh["ep"]) if moe.mixtures(model) else model
 
 
 def context(model, mesh, options):
@@ -172,4 +193,4 @@ def equip(optimizer, model, mesh=None, folder=None):
 
 
 # In the order in which they are applied to a plain model.
-STRATEGIES = [tiles, tensor, context, stages, again, replicas]
+STRATEGIES = [tiles, tensor, experts, context, stages, again, replicas]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minidist import BadInput, cost, flags, parallel, placement, verify
+from minidist import BadInput, cost, flags, moe, parallel, placement, verify
 from minidist.engine import gpt
 from minidist.engine.data import Corpus, default_text, read_text
 from minidist.engine.optim import SGD, AdamW, warmup_cosine
@@ -97,18 +97,41 @@ def build(o):
     config = gpt.GPTConfig(vocab=corpus.vocab, dropout=o.dropout, **sizes)
     mesh = parallel.make_mesh(o)
 
-    def plain():
-        return gpt.GPT(config, o.seed, np.dtype(o.dtype))
+    refuse_uneven_passes(o, mesh)
 
     def optimizer(params):
         return make_optimizer(params, o, config)
 
-    model = parallel.spread(plain(), mesh, o.sp, attention=o.attention, method=o.cp_method,
-                            schedule=o.schedule, chunks=o.chunks, zero=o.zero,
+    model = parallel.spread(plain(o, config), mesh, o.sp, attention=o.attention,
+                            method=o.cp_method, schedule=o.schedule, chunks=o.chunks, zero=o.zero,
                             recompute=o.recompute)
-    twin = verify.Twin(plain, optimizer, mesh) if o.verify else None
+    twin = verify.Twin(lambda: plain(o, config), optimizer, mesh) if o.verify else None
     ours = parallel.equip(optimizer(model.parameters()), model, mesh, o.offload)
     return Run(corpus, config, mesh, model, ours, twin)
+
+
+def plain(o, config):
+    """Make the model, in one process."""
+    model = gpt.GPT(config, o.seed, np.dtype(o.dtype))
+    return moe.replace_mlps(model, routing(o), o.seed) if o.experts else model
+
+
+def routing(o):
+    """Say how tokens find their experts, as the flags have it."""
+    balance = o.balance or "bias"
+    return moe.MoEConfig(o.experts, o.top_k or min(2, o.experts), o.capacity,
+                         aux=moe.AUX if balance == "aux" else 0.0,
+                         bias=moe.RATE if balance == "bias" else 0.0, shared=bool(o.shared_expert))
+
+
+def refuse_uneven_passes(o, mesh):
+    """Raise BadInput where experts see other tokens together than in one process, by --verify."""
+    passes = o.grad_accum * (mesh["dp", "cp"].size if o.capacity else 1)
+    if o.verify and passes > 1 and (o.capacity or o.balance == "aux"):
+        what = "--capacity" if o.capacity else "--balance aux"
+        raise BadInput(f"{what} counts the tokens of a pass, and {passes} passes make up a step "
+                       "that one process takes in one; leave out --verify, or use --balance bias "
+                       "without --capacity")
 
 
 def make_optimizer(params, o, config):
@@ -174,10 +197,10 @@ def validation_loss(run, o):
     return loss / count
 
 
-def whole(run, dtype):
+def whole(run, o):
     """Gather the trained parameters into a plain model.  Collective."""
     trained = everything(run.model.parameters(), run.mesh)
-    model = gpt.GPT(run.config, dtype=dtype)
+    model = plain(o, run.config)
     for p in model.parameters():
         p.data[...] = trained[p.name]
     return model
@@ -242,7 +265,7 @@ def main():
             print("\n" + audit(run.model.parameters()) + "\n")
     with Progress(o.steps, show=first) as progress, np.errstate(over="ignore", invalid="ignore"):
         history = train(run, o, progress)
-    model = whole(run, np.dtype(o.dtype))
+    model = whole(run, o)
     verdict = run.twin.verdict if run.twin else None
     if first:
         finish(run, o, history, verdict, model)
