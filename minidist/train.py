@@ -225,13 +225,16 @@ def sample(model, corpus, o):
 # ------------------------------------------------------------------------------ what is shown
 
 def headline(run, o):
-    """Say in two lines what is about to be trained on what."""
+    """Say in two lines, or three with experts, what is about to be trained on what."""
     c = run.config
-    size = cost.gpt_parameters(cost.Sizes.of(c))
+    size = cost.Sizes.of(c, E=o.experts or 0, k=routing(o).top_k if o.experts else 1,
+                         shared=bool(o.shared_expert), biased=(o.balance or "bias") == "bias")
+    experts = (f"{size.E} experts, {size.k} for each token, which so meets "
+               f"{cost.active_parameters(size):,} parameters\n" if size.E else "")
     text, characters = o.text or "Unicode names", len(run.corpus.tokens)
     return (f"{o.preset}: {c.layers} layers of width {c.width}, {c.heads} heads, "
-            f"{size:,} parameters in {o.dtype}\n"
-            f"{text}: {characters:,} characters, {c.vocab} different; "
+            f"{cost.gpt_parameters(size):,} parameters in {o.dtype}\n"
+            f"{experts}{text}: {characters:,} characters, {c.vocab} different; "
             f"{o.batch} x {c.context} tokens per step, on {run.mesh.describe()}")
 
 

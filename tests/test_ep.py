@@ -1,10 +1,12 @@
 """Expert parallelism against one process, and its messages against cost."""
+import sys
 from functools import partial
 
 import numpy as np
 import pytest
 
-from minidist import BadInput, cost, cp, dp, ep, moe, parallel, pp, recompute, sp, tp, verify, zero
+from minidist import (BadInput, cost, cp, dp, ep, moe, parallel, pp, recompute, sp, tp, train,
+                      verify, zero)
 from minidist.collectives import all_gather
 from minidist.dp import DistributedDataParallel
 from minidist.engine.gpt import GPT, GPTConfig
@@ -14,7 +16,9 @@ from minidist.engine.tape import scale_losses
 from minidist.engine.tensor import Tensor
 from minidist.mesh import DeviceMesh
 from minidist.placement import finalize
+from minidist.ranks import launch
 from minidist.ranks.comm import run_threads
+from tests.mpi import execute, need_mpi
 
 
 def prepare(model, skew=None, **routing):
@@ -264,3 +268,39 @@ def test_what_cannot_be_shared_out_is_refused():
         with pytest.raises(BadInput, match="leave out --sp"):
             tp.parallelize(model, DeviceMesh(world, tp=2)["tp"], sp.enter, sp.leave)
     run_threads(2, fn)
+
+
+# --------------------------------------------------------------------------- the command
+
+SHORT = ["--preset", "lesson", "--steps", "2", "--batch", "4", "--sample", "0", "--no-figure"]
+
+
+def test_training_with_experts_over_ranks_is_verified():
+    need_mpi()
+    status, out = execute(launch.command(4, [
+        sys.executable, "-m", "minidist.train", *SHORT, "--experts", "4", "--ep", "2", "--tp", "2",
+        "--zero", "1", "--recompute", "blocks", "--verify"]))
+    assert status == 0 and "EQUIVALENT" in out and "4 experts" in out, out
+
+
+@pytest.mark.parametrize("given, words", [
+    (["--ep", "2"], "--ep is about experts.*--experts E"),
+    (["--top-k", "2"], "--top-k is about experts"),
+    (["--experts", "4", "--sp", "--tp", "2"], "--sp would give a router only some"),
+    (["--experts", "4", "--ep", "3"], "3 ranks that share the experts do not divide the 1 of dp"),
+    (["--experts", "2", "--top-k", "3"], "top_k = 3 of 2 experts"),
+    (["--experts", "2", "--capacity", "0"], "capacity = 0.0: use a factor above 0"),
+    (["--experts", "2", "--balance", "aux", "--verify", "--grad-accum", "2"], "2 passes make up"),
+    (["--experts", "2", "--capacity", "1", "--verify", "--grad-accum", "2"], "--capacity counts")])
+def test_flags_that_do_not_go_together(given, words):
+    with pytest.raises(BadInput, match=words):
+        train.build(train.options([*SHORT, *given]))
+
+
+@pytest.mark.parametrize("given, kept", [
+    ([], (2, None, 0, 1e-3, False)),
+    (["--top-k", "1", "--balance", "aux", "--shared-expert"], (1, None, 1e-2, 0, True)),
+    (["--capacity", "1.25", "--balance", "none"], (2, 1.25, 0, 0, False))])
+def test_what_the_flags_say_of_the_router(given, kept):
+    r = train.routing(train.options(["--experts", "4", *given]))
+    assert (r.top_k, r.capacity, r.aux, r.bias, r.shared) == kept

@@ -15,9 +15,9 @@ from minidist.cost.messages import (                                            
     Group, Price, all_gather, all_reduce, all_to_all, broadcast, chunks, double_tree, gather,
     hierarchical, reduce, reduce_scatter, scatter, seconds)
 from minidist.cost.model import (                                                # noqa: F401
-    GPT3, Kept, Sizes, Work, at_least, attention_work, block_activations, gpt_activations,
-    gpt_flops, gpt_parameters, linear_work, recomputed_activations, recomputed_flops,
-    selective_activations, textbook_activations, tiles)
+    GPT3, Kept, Sizes, Work, active_parameters, at_least, attention_work, block_activations,
+    gpt_activations, gpt_flops, gpt_parameters, linear_work, recomputed_activations,
+    recomputed_flops, selective_activations, textbook_activations, tiles)
 from minidist.cost.shards import (                                               # noqa: F401
     Moved, offload, zero, zero_held, zero_memory, zero_parts)
 from minidist.cost.strategies import (                                           # noqa: F401

@@ -24,6 +24,10 @@ class Sizes:
     w: int = 4                  # bytes per number
     tied: bool = True           # are the head's weights the embedding's?
     dropout: bool = False
+    E: int = 0                  # experts in the place of each MLP; 0: the MLP itself
+    k: int = 1                  # experts that a token goes through
+    shared: bool = False        # and one more that all go through?
+    biased: bool = False        # does a bias even out the choice?
     tile: int = 64              # attention takes so many queries at a time; 0: it keeps no weights
 
     def __post_init__(self):
@@ -40,6 +44,11 @@ class Sizes:
     def N(self):
         """Tokens in the batch."""
         return self.B * self.T
+
+    @property
+    def mlps(self):
+        """MLPs that one token goes through in a layer."""
+        return (self.k if self.E else 1) + self.shared
 
     @property
     def F(self):
@@ -69,12 +78,19 @@ class Kept(NamedTuple):
 
 
 def gpt_parameters(sizes):
-    """Count the parameters of a GPT: about 12 L D^2."""
-    D, F = sizes.D, sizes.F
+    """Count the parameters of a GPT: about 12 L D^2; with experts, 4 L D^2 + 8 E L D^2."""
+    D, F, E = sizes.D, sizes.F, sizes.E
     attention = (D + sizes.kv) * (D + 1) + D * (D + 1)
-    mlp = F * (D + 1) + D * (F + 1)
+    mlps = ((E or 1) + sizes.shared) * (F * (D + 1) + D * (F + 1))
+    router = E * D + E * sizes.biased
     words = sizes.V * D * (1 if sizes.tied else 2)
-    return words + sizes.T * D + sizes.L * (attention + mlp + 4 * D) + 2 * D
+    return words + sizes.T * D + sizes.L * (attention + mlps + router + 4 * D) + 2 * D
+
+
+def active_parameters(sizes):
+    """Count the parameters that one token meets: of the experts, only the k chosen ones."""
+    idle = (sizes.E - sizes.k) * (2 * sizes.F * sizes.D + sizes.F + sizes.D) if sizes.E else 0
+    return gpt_parameters(sizes) - sizes.L * idle
 
 
 class Share(NamedTuple):
@@ -136,7 +152,8 @@ def gpt_flops(sizes):
 
     Two per multiply and add; backward makes two products for each one of forward."""
     D, N = sizes.D, sizes.N
-    block = N * D * (D + sizes.kv) + N * D * D + 2 * N * D * sizes.F + 2 * N * sizes.T * D
+    mlps = N * D * (2 * sizes.F * sizes.mlps + sizes.E)
+    block = N * D * (D + sizes.kv) + N * D * D + mlps + 2 * N * sizes.T * D
     return 3 * 2 * (sizes.L * block + N * D * sizes.V)
 
 
@@ -167,7 +184,8 @@ def recomputed_flops(sizes, what="blocks"):
     """FLOPs that a step's products take more: of all blocks, or of attention's core alone."""
     D, N = sizes.D, sizes.N
     attention = 2 * N * sizes.T * D
-    block = attention + N * D * (D + sizes.kv) + N * D * D + 2 * N * D * sizes.F
+    mlps = N * D * (2 * sizes.F * sizes.mlps + sizes.E)
+    block = attention + N * D * (D + sizes.kv) + N * D * D + mlps
     return 2 * sizes.L * (attention if what == "attention" else block)
 
 

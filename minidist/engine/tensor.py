@@ -270,7 +270,7 @@ def cast(x, dtype):
     was = x.dtype
     if np.dtype(dtype).kind != "f":
         raise TypeError(f"a cast to {np.dtype(dtype)} has no gradient: take .data")
-    return Tensor(x.data.astype(dtype), (x,), lambda g: (g.astype(was),))
+    return Tensor(x.data.astype(dtype, copy=False), (x,), lambda g: (g.astype(was, copy=False),))
 
 
 def reshape(x, *shape):
