@@ -114,6 +114,9 @@ def refuse_experts(args):
         if given:
             raise BadInput(f"--{given[0].replace('_', '-')} is about experts, and this model has "
                            "none; use --experts E")
+    elif (args.ep or 1) > 1 and args.zero == 3 and getattr(args, "offload", None):
+        raise BadInput("--offload moves what --zero 3 has cut to pieces, and the experts of --ep "
+                       "are not; use --zero 1 or 2, or leave out --offload")
     elif args.sp:
         raise BadInput("--sp would give a router only some of the tokens that its experts work "
                        "on; leave it out, or --experts")

@@ -287,6 +287,7 @@ def test_training_with_experts_over_ranks_is_verified():
     (["--ep", "2"], "--ep is about experts.*--experts E"),
     (["--top-k", "2"], "--top-k is about experts"),
     (["--experts", "4", "--sp", "--tp", "2"], "--sp would give a router only some"),
+    (["--experts", "4", "--ep", "2", "--zero", "3", "--offload", "."], "--offload moves what"),
     (["--experts", "4", "--ep", "3"], "3 ranks that share the experts do not divide the 1 of dp"),
     (["--experts", "2", "--top-k", "3"], "top_k = 3 of 2 experts"),
     (["--experts", "2", "--capacity", "0"], "capacity = 0.0: use a factor above 0"),
