@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lessons import kit, pictures, setting
+from lessons import kit, pictures, questions, setting
 from minidist import cost, ledger, step
 from minidist.engine import graph, nn, optim
 from minidist.engine.tensor import Tensor, graph_bytes
@@ -125,6 +125,7 @@ def prove(lesson):
 
     Ledger against formula: N tokens in 12 rows, n of them with a target, 4 bytes per number. And
     Python's own allocator, which knows nothing of tapes, is asked what a forward has taken."""
+    questions.memory(lesson)
     model, optimizer = trained()
     s = cost.Sizes.of(model.config, B=ROWS)
     P, A, p = 4 * cost.gpt_parameters(s), cost.gpt_activations(s), lesson.comm.size

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from lessons import clock, kit, pictures, setting
+from lessons import clock, kit, pictures, questions, setting
 from minidist import cost, dp, mesh, placement, step, tp, verify
 from minidist.collectives import all_reduce
 from minidist.ranks.comm import run_threads
@@ -98,6 +98,7 @@ def prove(lesson):
 
     Sums of world ranks in every group, against tables made by hand; training on a square of four,
     against one process; and bytes that leave a node."""
+    questions.grid(lesson)
     eight = np.array([found for _, found, _ in lesson.share(
         lambda: run_threads(8, partial(sums, sizes=CUBE)))])       # in tp, dp, pp
     by_hand = [[1, 2, 4], [1, 4, 6], [5, 2, 8], [5, 4, 10],
@@ -181,9 +182,8 @@ def crossing(sent_by_axis):
 def trained(comm):
     """Train on the square and in one process.  -> the verdict's fields"""
     grid = mesh.DeviceMesh(comm, **SQUARE)
-    verdict = verify.train(setting.model, setting.SGD, spread, grid,
-                           [setting.words(6, t) for t in range(2)])
-    return setting.fields(verdict)
+    return setting.fields(verify.train(setting.model, setting.SGD, spread, grid,
+                                       [setting.words(6, t) for t in range(2)]))
 
 
 def timed(comm, order):
