@@ -3,7 +3,7 @@
     engine/        one process       dtypes graph tape tensor functional attention nn optim
                                      data gpt
     ranks/         how ranks talk,   comm wire counting buffers agree stream link threads processes
-                   start and fail    report watch safety environment launch
+                   start and fail    report watch arrive safety environment launch
     collectives/   arrays over       ring tree halving double_tree hierarchical alltoall
                    ranks             choice layouts calls
     cost/          closed forms      messages model shards experts strategies
@@ -29,6 +29,7 @@ THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"
 
 # One rank is one worker. A BLAS that spreads over all cores would fight its neighbours,
 # and reads these when NumPy is first imported.
+NUMPY_CAME_FIRST = "numpy" in sys.modules and not any(v in os.environ for v in THREAD_VARIABLES)
 if "numpy" not in sys.modules:
     for name in THREAD_VARIABLES:
         os.environ.setdefault(name, "1")

@@ -5,11 +5,11 @@
 
 Lesson: python -m lessons.step
 """
-import sys
 import time
 from dataclasses import dataclass, field
 
 from minidist import flags
+from minidist.ranks import environment
 
 
 @dataclass
@@ -42,7 +42,8 @@ class Progress:
 
     def __init__(self, steps, show=True):
         self.steps, self.began = steps, time.perf_counter()
-        self.moving, self.lines = show and sys.stdout.isatty(), show and not sys.stdout.isatty()
+        terminal = environment.on_terminal()
+        self.moving, self.lines = show and terminal, show and not terminal
 
     def line(self, history):
         done = len(history.losses)

@@ -2,6 +2,7 @@
 
 The line at which the others wait, or which raises, ends with the comment "# <- NAME".
 """
+import importlib
 import os
 import signal
 import sys
@@ -11,7 +12,8 @@ import time
 import numpy as np
 
 from minidist import BadInput
-from minidist.ranks import launch
+from minidist.engine.tensor import Tensor
+from minidist.ranks import environment, launch
 from minidist.ranks import comm as comms
 
 
@@ -46,6 +48,13 @@ def exits(comm):
     if comm.rank == 1:
         sys.exit(3)
     comm.recv(np.empty(10), 1)                                        # <- exits
+
+
+def exits_256(comm):
+    """Eight bits of a status reach the launcher: of this one only zeros."""
+    if comm.rank == 1:
+        sys.exit(256)
+    comm.recv(np.empty(10), 1)                                        # <- exits_256
 
 
 def exits_everywhere(comm):
@@ -139,6 +148,62 @@ def killed_waiting(comm):
     comm.recv(np.empty(10), 1 if comm.rank == 0 else 2)               # <- killed_waiting
 
 
+def crashes(comm):
+    if comm.rank == 1:
+        time.sleep(0.6)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    comm.recv(np.empty(10), 1)                                        # <- crashes
+
+
+def os_exits_7(comm):
+    if comm.rank == 1:
+        time.sleep(0.6)
+        os._exit(7)
+    comm.recv(np.empty(10), 1)                                        # <- os_exits_7
+
+
+def stops(comm):
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    comm.recv(np.empty(10), 1)                                        # <- stops
+
+
+def error_in_stream(comm):
+    stream = comm.stream()
+    work = stream.submit(stream_error if comm.rank == 1 else wait_for_one)
+    work.wait()                                                       # <- error_in_stream
+
+
+def stream_error(comm):
+    raise ValueError("boom")
+
+
+def error_in_hook(comm):
+    x = Tensor(np.ones(3), requires_grad=True)
+    x.register_post_accumulate_grad_hook(
+        hook_error if comm.rank == 1 else lambda x: comm.recv(np.empty(10), 1))
+    x.sum().backward()
+
+
+def hook_error(x):
+    raise ValueError("boom")                                          # <- error_in_hook
+
+
+def full_disk(comm):
+    if comm.rank == 1:
+        with open("/dev/full", "w") as file:
+            file.write("x" * 100_000)                                 # <- full_disk
+    comm.recv(np.empty(10), 1)
+
+
+def closed_pipe(comm):
+    """Print, and wait, when nobody reads any more."""
+    while comm.rank == 0:
+        print("a line")
+        time.sleep(0.01)
+    comm.recv(np.empty(10), 0)                                        # <- closed_pipe
+
+
 def interrupted(comm):
     if comm.rank == 0:
         print("waiting", flush=True)
@@ -155,10 +220,43 @@ def bad_input_on_one(comm):
     comm.barrier()                                                    # <- bad_input_on_one
 
 
+# -- before the ranks have joined, on rank 1 alone ----------------------------------------------
+
+def early_return():
+    return 0
+
+
+def early_exit():
+    sys.exit(3)
+
+
+def early_error():
+    raise ValueError("boom")                                          # <- early_error
+
+
+def early_import():
+    importlib.import_module("no_such_module")                         # <- early_import
+
+
+def early_os_exit():
+    os._exit(0)
+
+
+def early_bad_input():
+    raise BadInput("no file x.txt; give another")
+
+
+def early_bad_input_of_all():
+    bad_input(None)
+
+
 def main():
-    comm = comms.world()
+    if sys.argv[1].startswith("early_") and (environment.rank() == 1 or "all" in sys.argv[1]):
+        return globals()[sys.argv[1]]()
+    comm = comms.world()                                              # <- main
     comm.barrier()
-    return globals()[sys.argv[1]](comm)
+    if not sys.argv[1].startswith("early_"):
+        return globals()[sys.argv[1]](comm)
 
 
 if __name__ == "__main__":

@@ -45,5 +45,5 @@ def test_a_launcher_of_another_mpi_is_found_out(monkeypatch, capsys, tmp_path):
     assert doctor.main() == 1
     out = capsys.readouterr().out
     assert "did not find each other (status 2): error: every rank believes it is rank 0 of 1" in out
-    assert "this mpirun is not the one of" in out
-    assert " -n 2, or no mpirun but -n" in out or "brings it" in out
+    assert "this mpirun is not the launcher of" in out
+    assert " -n 2, or no launcher but -n" in out or "brings it" in out

@@ -213,7 +213,7 @@ def test_the_watchdog_barks_once_and_ends_the_job(table, monkeypatch, capfd):
     status.now = Group(), "recv", None, 1, 80
     dog.write()
     assert table.claim()
-    dog.bark(0.5)
+    dog.bark("longer than MINIDIST_TIMEOUT=0.01")
     told = capfd.readouterr().err
     assert aborted == [watch.TIMED_OUT] and told.count("longer than MINIDIST_TIMEOUT=0.01") == 1
     assert "for a message from rank 1  recv in all_reduce #7, 80 bytes, group world" in told

@@ -21,7 +21,7 @@ import numpy as np
 from minidist import BadInput, collectives, flags
 from minidist.bench import fit
 from minidist.collectives.choice import ALGORITHMS, chosen
-from minidist.ranks import comm
+from minidist.ranks import comm, environment
 
 SMALLEST, LARGEST, WARM_UP = 1 << 10, 1 << 26, 2
 COLUMNS = ("#{:>10} {:>11} {:>6}  {:<25}{:>10} {:>10} {:>10} {:>7} {:>7} {:>5} {:>6}")
@@ -264,16 +264,11 @@ def header(group):
     """Say what it runs on."""
     mpi = reference(group)
     library = "no MPI" if mpi is None else library_version()
-    return (f"# {group.size} ranks on {cores()} cores, {platform.machine()} "
+    return (f"# {group.size} ranks on {environment.cores()} cores, {platform.machine()} "
             f"{cpu()}; {library}\n# Python {platform.python_version()}, NumPy {np.__version__}, "
             f"{os.environ.get('OMP_NUM_THREADS', '?')} BLAS thread per rank, counters and watchdog "
             f"on\n# time: of the slowest rank, median of the rounds [min, max], after {WARM_UP} to "
             "warm up\n# ratio: MPI's time / ours.  GB = 1e9 bytes")
-
-
-def cores():
-    """How many cores this process may use; macOS does not say, so there: how many there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def library_version():

@@ -210,7 +210,7 @@ def table(args, counts, laps):
 
 
 def headline(args, opponent):
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = environment.cores()
     other = equal_of(args)
     beside = (f"beside PyTorch {other} over gloo" if opponent else "nothing beside it" if args.alone
               else "nothing beside it: PyTorch or the repository's tests are not there" if other

@@ -12,12 +12,10 @@ collective it belongs to and seven bits of its arguments, and the receiver compa
 fit or match is an error that names both sides: other arguments of one collective 126 times in 127,
 and always with MINIDIST_CHECK=1.  Price: at most 3 us per message above the bare mpi4py call.
 """
-import os
-
 import numpy as np
 
 from minidist import BadInput
-from minidist.ranks import agree, environment, link, threads
+from minidist.ranks import agree, environment, link, safety, threads
 from minidist.ranks.buffers import CODES, Scratch, incoming, outgoing, refuse_overlaps, unlike
 from minidist.ranks.counting import Counting
 from minidist.ranks.stream import Stream, Worker
@@ -44,9 +42,9 @@ class Comm(Counting, Closing):
         self._sent = set()                                # requests that nobody has waited for
         self.closed, self._parent, self._stream, self._worker = False, parent, None, None
         self._root = self if parent is None else parent._root
-        self.check = os.environ.get("MINIDIST_CHECK") == "1"
+        self.check = environment.check() if parent is None else parent.check
         if parent is not None:
-            self._events, self.check = parent._events, parent.check
+            self._events = parent._events
             self._use(parent._link)
             parent._children.append(self)
 
@@ -284,12 +282,13 @@ _world = None
 
 
 def join():
-    """Connect to the other processes of the job; one alone, without mpi4py, is a group of one."""
+    """Connect to the other processes of the job; one alone, without an MPI, is a group of one."""
+    safety.speak_plainly()
     try:
-        from minidist.ranks import processes, safety
-    except ImportError:
+        from minidist.ranks import processes
+    except (ImportError, RuntimeError) as error:            # no mpi4py; mpi4py finds no library
         if environment.launched():
-            raise BadInput("this Python has no mpi4py: pip install mpi4py mpich") from None
+            raise BadInput(environment.lacking() or f"{error}: pip install mpich") from None
         return solo()
     wire = processes.start()
     safety.install(wire)

@@ -13,6 +13,8 @@ import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from minidist.ranks import report
+
 # These have a code of their own in the tags of their messages; other names share the rest.
 COLLECTIVES = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "scatter",
                "gather", "all_to_all", "barrier", "check"]
@@ -121,6 +123,13 @@ class Counting:
         if label is None:
             label = self._labels[name,] = Label(self, name, 0)
         return label
+
+    def at_work(self, what):
+        """`with` this, the other ranks may wait for what this one does, however long it takes.
+
+        what: as a report shall say it, such as "trains the twin".
+        """
+        return report.at_work(self._status, what)
 
     def _enter(self, label):
         """Open a block.  The outermost one counts; the outermost collective gives the tag"""

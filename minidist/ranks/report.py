@@ -10,10 +10,12 @@ import os
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 LIBRARY = os.path.dirname(os.path.abspath(threading.__file__)) + os.sep
+RANKS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 LONGEST = 200                      # characters of a text in a row: a row has a fixed size
 
 
@@ -27,6 +29,7 @@ class Status:
         self.now, self.thread_id, self.name = None, thread_id, name
         self.idle, self.end, self.origin = False, "", ""
         self.failed = ""                            # a stream: what its last work raised
+        self.work = ""                              # long work of its own that others wait for
 
 
 @dataclass
@@ -48,6 +51,7 @@ class Row:
     nbytes: int = 0
     line: str = ""
     idle: bool = False             # a stream with nothing to do
+    work: str = ""                 # what it does by itself, for long, while others wait
     end: str = ""                  # "has left ...", "raised ...": this thread does nothing more
 
     @property
@@ -66,18 +70,26 @@ class Row:
 
 
 def row(rank, status, age=0.0):
-    """Work out the row of a status, at this moment."""
+    """Work out the row of a status, at this moment; whatever a caller has passed, make one."""
+    try:
+        return row_of(rank, status, age)
+    except Exception as error:                     # noqa: BLE001  (the reporter must not end)
+        return Row(rank, status.name, os.getpid(), time.monotonic(), age,
+                   line=words(error, repr)[:LONGEST], end=status.end[:LONGEST])
+
+
+def row_of(rank, status, age):
     end, line = status.end or status.failed, status.origin   # a stream: where it was submitted
     if not end and not line:
         line = line_of(status.thread_id)
     made = Row(rank, status.name, os.getpid(), time.monotonic(), age, line=line[:LONGEST],
-               idle=status.idle, end=end[:LONGEST])
+               idle=status.idle, work=status.work, end=end[:LONGEST])
     now = status.now
     if now is not None:
         comm, made.kind, to, source, made.nbytes = now
         made.group, made.members = comm.name[:LONGEST], tuple(comm.ranks)
         op, made.number, detail = comm.current()
-        made.op, made.detail = op[:LONGEST], "" if detail is None else str(detail)[:LONGEST]
+        made.op, made.detail = op[:LONGEST], "" if detail is None else words(detail)[:LONGEST]
         made.to = None if to is None else comm.ranks[to]
         made.source = None if source is None else comm.ranks[source]
     return made
@@ -89,18 +101,57 @@ def line_of(thread_id):
     return user_line(frame) if frame else ""
 
 
+def line_of_error(trace):
+    """The innermost line of the reader's own code through which an error came."""
+    while trace.tb_next:
+        trace = trace.tb_next
+    return user_line(trace.tb_frame)
+
+
 def user_line(frame):
-    """The innermost line at or above a frame that is neither minidist's nor Python's."""
-    while frame.f_back and not_the_readers(frame.f_code.co_filename):
-        frame = frame.f_back
-    path, here = frame.f_code.co_filename, os.getcwd() + os.sep
+    """The innermost line at or above a frame that is the reader's own.
+
+    In a command of ours nothing is: then the innermost line that is not about ranks.
+    """
+    frames = [frame]
+    while frames[-1].f_back:
+        frames.append(frames[-1].f_back)
+    found = next((f for f in frames if the_readers(f.f_code.co_filename)), None) or next(
+        (f for f in frames if not f.f_code.co_filename.startswith((RANKS, LIBRARY, "<"))), frame)
+    path, here = found.f_code.co_filename, working_directory()
     path = path[len(here):] if path.startswith(here) else os.path.basename(path)
-    return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return f"{path}:{found.f_lineno} in {found.f_code.co_name}"
 
 
-def not_the_readers(path):
-    return path.startswith((HERE, "<frozen")) or (
-        path.startswith(LIBRARY) and not path.startswith(os.path.dirname(HERE[:-1])))
+def the_readers(path):
+    """Is a file neither minidist's nor Python's?"""
+    return not path.startswith((HERE, "<frozen")) and (
+        not path.startswith(LIBRARY) or path.startswith(os.path.dirname(HERE[:-1])))
+
+
+def working_directory():
+    try:
+        return os.getcwd() + os.sep
+    except OSError:                                # it has been deleted
+        return os.sep
+
+
+def words(thing, how=str):
+    """The text of anything, also of what cannot be printed."""
+    try:
+        return how(thing)
+    except Exception:                              # noqa: BLE001  (an error in its own __str__)
+        return f"{type(thing).__name__}, which cannot be printed"
+
+
+@contextmanager
+def at_work(status, what):
+    """`with` this, the thread of a status does long work of its own: no wait for it is too long."""
+    status.work = what
+    try:
+        yield
+    finally:
+        status.work = ""
 
 
 # -- the text -----------------------------------------------------------------------------------
@@ -120,7 +171,7 @@ def describe(row):
         return f"{name} {row.end}"
     silent = f"  [no sign of life for {row.silence:.0f} s]" if row.silence else ""
     if not row.waits:
-        return f"{name} computes  at {row.line}{silent}"
+        return f"{name} {row.work or 'computes'}  at {row.line}{silent}"
     age = f" {row.age:.1f} s" if row.age else ""
     return f"{name} waits{age} {awaited(row)}  {call(row)}  at {row.line}{silent}"
 
@@ -208,7 +259,7 @@ def pastime(row):
         return "has nothing to do there"
     if row.silence:
         return f"has given no sign of life for {row.silence:.0f} s"
-    return f"computes at {row.line}"
+    return f"{row.work or 'computes'} at {row.line}"
 
 
 def cycle(waits):

@@ -19,7 +19,7 @@ import time
 import traceback
 
 from minidist import BadInput
-from minidist.ranks import environment, watch
+from minidist.ranks import arrive, environment, report, watch
 
 GRACE = 30.0                    # seconds in which all ranks, unless blocked, leave the same way
 SUPERVISED = "MINIDIST_STATUS" in os.environ
@@ -30,8 +30,36 @@ _net = None
 def install(wire):
     """Put the net under this process.  Collective"""
     global _net
-    if _net is None and not hasattr(builtins, "__IPYTHON__"):
+    if _net is None and not in_notebook():
         _net = Net(wire)
+
+
+def in_notebook():
+    """Is this IPython, whose sessions outlive their errors?"""
+    return hasattr(builtins, "__IPYTHON__")
+
+
+def speak_plainly():
+    """From here on BadInput is a sentence in a script of one's own, too, without launch.run."""
+    if _net is None and sys.excepthook is sys.__excepthook__:
+        sys.excepthook = before_the_net
+
+
+def before_the_net(kind, error, trace):
+    """Show an error that nobody caught before the ranks were joined."""
+    if issubclass(kind, BadInput):
+        refuse_alone(error)
+        os._exit(2)
+    if environment.launched():
+        watch.last_words(labelled(environment.rank(), kind, error, trace))
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def labelled(rank, kind, error, trace):
+    """A traceback, each line of which says whose it is."""
+    lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
+    return "\n".join(f"[rank {rank}] {line}" for line in lines)
 
 
 class Net:
@@ -50,7 +78,7 @@ class Net:
         """Take the place of sys.exit, whose status nobody else gets to see."""
         if threading.current_thread() is threading.main_thread():
             self.code = code
-        raise SystemExit(code)
+        raise SystemExit(exit_status(code) if isinstance(code, int) else code)
 
     def mark(self, end):
         """Write down how this rank ends."""
@@ -63,13 +91,21 @@ class Net:
         if self.code in (None, 0):
             self.mark("has left")
         elif not self.status.end:
-            code = self.code if isinstance(self.code, int) else 1
+            code = exit_status(self.code)
             self.mark(f"has left with exit status {code}")
             if not self.together():
                 self.end(f"minidist: rank {self.rank} left with exit status {code}", code)
 
     def crash(self, kind, error, trace):
-        """An error that nobody caught: show it, labelled by rank, and end the job."""
+        """An error that nobody caught: show it and end the job, whatever else goes wrong."""
+        try:
+            self.show(kind, error, trace)
+        finally:
+            self.abort(1)
+            os._exit(1)
+
+    def show(self, kind, error, trace):
+        """Say what all ranks did, then where the error came from, and end the job."""
         if issubclass(kind, BadInput):
             self.refuse(error)
             self.finalize()
@@ -78,12 +114,11 @@ class Net:
             time.sleep(0.1)
             if self.signalled:                    # the thread that listens for signals ends us
                 time.sleep(10)
-        self.mark(f"raised {kind.__name__}: {error}")
-        lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
-        label = f"[rank {self.rank}] "
-        self.end("\n".join(label + line for line in lines) +
-                 f"\nminidist: rank {self.rank} raised {kind.__name__}; the job ends",
-                 130 if issubclass(kind, KeyboardInterrupt) else 1)
+        self.mark(f"raised {kind.__name__}: {report.words(error)}")
+        where = report.line_of_error(trace)
+        self.end(f"minidist: rank {self.rank} raised {kind.__name__} at {where}; the job ends",
+                 130 if issubclass(kind, KeyboardInterrupt) else 1,
+                 labelled(self.rank, kind, error, trace))
 
     def refuse(self, error):
         """BadInput: one sentence for all, or, if only some ranks raised it, as any error."""
@@ -91,7 +126,9 @@ class Net:
         if not self.together():
             self.end(f"[rank {self.rank}] error: {error}", 2)
         if self.rank == 0:
-            watch.say(f"error: {error}")
+            watch.last_words(f"error: {error}")
+        else:
+            time.sleep(0.5)                       # a launcher ends all as soon as one has ended
         self.code = 2
 
     def stopped(self, number):
@@ -118,11 +155,11 @@ class Net:
             time.sleep(0.05)
         return False
 
-    def end(self, headline, code):
+    def end(self, headline, code, more=""):
         """Report, unless somebody does, and end the job."""
         if self.table.claim():
             time.sleep(3 * self.dog.tick)        # let the others write what they do now
-            watch.last_words(self.table.story(headline))
+            watch.last_words("\n".join(filter(None, [self.table.story(headline), more])))
         else:
             time.sleep(5 + 3 * self.dog.tick)    # who reports also ends the job
         self.abort(code)
@@ -168,15 +205,41 @@ def catch_signals(act):
 
 
 def refuse(error):
-    """End a command whose input cannot be met: one sentence from rank 0, status 2."""
+    """End a command whose input cannot be met: one sentence, status 2."""
     if _net is not None:
         _net.refuse(error)
-    elif environment.rank() == 0:
-        watch.say(f"error: {error}")
+    else:
+        refuse_alone(error)
     sys.exit(2)
+
+
+def refuse_alone(error):
+    """Say what is wrong where no other rank can be asked: rank 0 for all, or who else refuses."""
+    rank = environment.rank()
+    if arrive.speaks("refusal"):
+        watch.say(f"[rank {rank}] error: {error}" if rank else f"error: {error}")
+        arrive.linger("refusal")
+    if environment.launched():
+        time.sleep(0.3)                           # a launcher ends all as soon as one has ended
 
 
 def leaving(code):
     """Note the status with which this process is about to leave."""
     if _net is not None:
         _net.code = code
+
+
+def unread(error):
+    """End a command whose output nobody reads any more, as `| head` does: no words, status 141."""
+    if not watch.nobody_reads():
+        raise error
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in a buffer
+    leaving(141)
+    sys.exit(141)
+
+
+def exit_status(code):
+    """The status of sys.exit(code): eight bits of it, but never 0 for what is not 0."""
+    if code is None:
+        return 0
+    return code % 256 or int(code != 0) if isinstance(code, int) else 1

@@ -101,7 +101,7 @@ class Work:
                 self.result = self.fn(*self.args, comm=stream.comm)
             except BaseException as error:                     # noqa: BLE001  (raised by wait)
                 self.error = stream.error = error
-                status.failed, status.now = f"raised {error!r}", None
+                status.failed, status.now = f"raised {report.words(error, repr)}", None
         self.fn = self.args = None
         self.done.put(None)
 

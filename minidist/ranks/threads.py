@@ -81,11 +81,12 @@ class World:
 
     def leave(self, actor, error=None):
         """Let a rank go: it has returned, or raised error."""
+        told = report.words(error, repr)
         with self.lock:
             actor.status.now = None
-            actor.status.end = "has finished" if error is None else f"raised {error!r}"
+            actor.status.end = "has finished" if error is None else f"raised {told}"
             if error is not None:
-                self.fail(Stopped(self.story(f"rank {actor.rank} raised {error!r}")))
+                self.fail(Stopped(self.story(f"rank {actor.rank} raised {told}")))
             self.rest(actor)
 
     def retire(self, actor):

@@ -10,17 +10,23 @@ Whoever sees its own wait pass MINIDIST_TIMEOUT (60 seconds; 0 turns it off) cla
 speak, reads all rows, prints who waits for whom, and ends the job. The rows outlive their writers:
 the launcher can tell what everyone was doing when one was killed.
 """
-import fcntl
 import json
 import mmap
 import os
+import select
 import socket
 import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 
-from minidist.ranks import report
+from minidist.ranks import environment, report
+
+try:
+    import fcntl
+except ImportError:                               # Windows: two ranks may report the same hang
+    fcntl = None
 
 HEAD = 16                                         # byte 0: claimed?  bytes 8 to 15: how many ranks
 MAX_BYTES = 12                                    # of a character in JSON: two \uXXXX
@@ -38,27 +44,50 @@ def create(size):
 
 
 def half(size):
-    """Bytes for the two threads of a rank: 5 texts of LONGEST characters, all members' numbers."""
-    return 2 * (1024 + 5 * MAX_BYTES * report.LONGEST + len(json.dumps([size] * size)))
+    """Bytes for the two threads of a rank: 6 texts of LONGEST characters, all members' numbers."""
+    return 2 * (1024 + 6 * MAX_BYTES * report.LONGEST + len(json.dumps([size] * size)))
 
 
 def listen(path):
-    """Open the launcher's end of the lines over which it notices that a rank has ended."""
-    door = socket.socket(socket.AF_UNIX)
-    door.bind(door_of(path))
-    door.listen(1024)
-    return door
+    """Open the launcher's end of the lines over which it notices that a rank has ended.
+
+    None where the system has no such thing, or refuses it.
+    """
+    try:
+        door = socket.socket(socket.AF_UNIX)
+        door.bind(door_of(path))
+        door.listen(1024)
+        return door
+    except (OSError, AttributeError):
+        return None
 
 
 def call(path, rank):
-    """Open a rank's end of its line to the launcher: it is hung up when this process ends."""
-    line = socket.socket(socket.AF_UNIX)
+    """Open a rank's end of its line to the launcher: hung up when one of the two ends, or None."""
     try:
+        line = socket.socket(socket.AF_UNIX)
         line.connect(door_of(path))
         line.sendall(str(rank).encode())
-    except OSError:                               # a launcher that has gone: nobody to tell
-        pass
-    return line
+        return line
+    except (OSError, AttributeError):             # as above, or the launcher has gone
+        return None
+
+
+def hung_up(line):
+    """Has the launcher at the other end of a line gone?"""
+    try:
+        return line is not None and line.recv(1, socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:                       # it never says anything while it lives
+        return False
+    except OSError:
+        return True
+
+
+def remove_door(path):
+    """Leave no address behind, where it is a file."""
+    with suppress(OSError):
+        if not door_of(path).startswith("\0"):
+            os.unlink(door_of(path))
 
 
 def door_of(path):
@@ -114,17 +143,22 @@ class Table:
         absent = sorted(set(range(self.size)) - {row.rank for row in rows})
         if absent:
             headline += f"\n  rank {', '.join(map(str, absent))}: not on this machine"
-        return report.explain(headline, rows)
+        try:
+            return report.explain(headline, rows)
+        except Exception as error:                # noqa: BLE001  (the headline must come through)
+            return f"{headline}\n  (no report: {error!r})"
 
     def claim(self):
         """Ask for the right to report: True for exactly one caller on this machine."""
-        fcntl.lockf(self.file, fcntl.LOCK_EX)
+        if fcntl:
+            fcntl.lockf(self.file, fcntl.LOCK_EX)
         try:
             first = not self.claimed()
             self.map[0] = 1
             return first
         finally:
-            fcntl.lockf(self.file, fcntl.LOCK_UN)
+            if fcntl:
+                fcntl.lockf(self.file, fcntl.LOCK_UN)
 
     def claimed(self):
         return self.map[0] == 1
@@ -135,19 +169,32 @@ class Watchdog:
 
     def __init__(self, table, rank, statuses, abort, patience=0.0):
         self.table, self.rank, self.statuses, self.abort = table, rank, statuses, abort
-        self.timeout = float(os.environ.get("MINIDIST_TIMEOUT") or 60)
+        self.timeout = environment.timeout()
         self.patience = patience                  # on several machines, the later ones wait longer
         self.tick = min(0.25, self.timeout / 8) if self.timeout else 0.25
-        self.seen, self.lock = {}, threading.Lock()
+        self.seen, self.lock, self.pardoned, self.line = {}, threading.Lock(), 0.0, None
         self.write()
         threading.Thread(target=self.run, daemon=True).start()
 
     def run(self):
         while True:
             time.sleep(self.tick)
-            age = max(row.age for row in self.write())
-            if self.timeout and age > self.timeout + self.patience and self.table.claim():
-                self.bark(age)
+            with suppress(Exception):             # nothing that goes wrong here ends the watch
+                self.look()
+
+    def look(self):
+        """Write this rank's row; is it time to bark?"""
+        age = max(row.age for row in self.write())
+        if self.timeout and age > self.timeout + self.patience:
+            if any(row.work and not row.silence for row in self.table.read()):
+                self.pardoned = time.monotonic()  # to wait for honest work is no hang
+            elif self.table.claim():
+                self.bark(f"minidist: rank {self.rank} has waited {age:.1f} s, longer than "
+                          f"MINIDIST_TIMEOUT={self.timeout:g}; the job ends")
+        if hung_up(self.line) and self.table.claim():
+            with suppress(OSError):
+                os.unlink(self.table.file.name)   # as it would have done
+            self.bark("minidist: the process that started this job has been killed; the job ends")
 
     def write(self):
         """Put this rank's threads into the table -> their rows"""
@@ -163,15 +210,16 @@ class Watchdog:
         if now is not before:                     # a new tuple for every message: compare identity
             since = clock
         self.seen[status] = now, since
-        return 0.0 if now is None else clock - since
+        return 0.0 if now is None else clock - max(since, self.pardoned)
 
-    def bark(self, age):
+    def bark(self, headline):
         """Report and end the job.  Exactly one rank of a machine comes here"""
         time.sleep(2 * self.tick)                 # let the others write what they do now
-        last_words(self.table.story(
-            f"minidist: rank {self.rank} has waited {age:.1f} s, longer than "
-            f"MINIDIST_TIMEOUT={self.timeout:g}; the job ends"))
-        self.abort(TIMED_OUT)
+        try:
+            last_words(self.table.story(headline))
+        finally:
+            self.abort(TIMED_OUT)
+
 
 def alive(pid):
     """Does this process still run?  One that has ended may wait to be collected: state Z"""
@@ -186,16 +234,28 @@ def alive(pid):
 
 
 def say(text):
-    """Write to stderr in one piece, from any thread."""
-    data = (text + "\n").encode()
-    while data:
-        data = data[os.write(2, data):]
+    """Write to stderr in one piece, from any thread; to stdout where stderr is closed."""
+    data = (text + "\n").encode(errors="backslashreplace")
+    for file in 2, 1:
+        with suppress(OSError):
+            while data:
+                data = data[os.write(file, data):]
 
 
 def last_words(text):
     """Say something just before the job is ended: the launcher needs a moment to pass it on."""
     say(text)
     time.sleep(0.3)
+
+
+def nobody_reads():
+    """Has the reader of stdout gone, as `| head` does?  False where that cannot be known"""
+    try:
+        watcher = select.poll()
+        watcher.register(1, 0)                    # errors and hang-ups are always told
+        return bool(watcher.poll(0))
+    except (AttributeError, OSError):             # a system without it
+        return False
 
 
 def say_past_launcher(text):
