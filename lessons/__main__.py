@@ -1,10 +1,13 @@
 """python -m lessons: the lessons in reading order, each with its question."""
 from lessons.script import ORDER, existing
+from minidist import flags
+from minidist.ranks import launch
 
 __all__ = ["ORDER", "existing"]
 
 
 def main():
+    flags.Parser(prog="python -m lessons", description=__doc__).parse_args()
     print("Lessons, in reading order:\n")
     for name, _, question in existing():
         print(f"  {name:12} {question}")
@@ -13,4 +16,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    launch.run(main)

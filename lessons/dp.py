@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from lessons import clock, kit, pictures, setting, textbook
-from minidist import buckets, cost, dp, placement, step, trace, verify
+from minidist import buckets, cost, dp, files, placement, step, trace, verify
 from minidist.engine import nn, optim
 from minidist.mesh import DeviceMesh
 from minidist.ranks.comm import solo
@@ -74,8 +74,8 @@ def p_times_as_fast(lesson):
         rows, each of two ranks half of the flops: on this link and this machine two are
         {alone / min(map(trace.length, lines.values())):.2f} times as fast.""")
     lesson.figure(pictures.traces, lines)
-    if lesson.options.trace and lesson.comm.rank == 0:
-        pictures.chrome(lesson.options.trace, lines["buckets of 120 kB"])
+    if lesson.options.trace:
+        lesson.write(lesson.options.trace, files.numbers(trace.chrome(lines["buckets of 120 kB"])))
 
 
 def over_a_slow_link(lesson):

@@ -16,7 +16,7 @@ from functools import partial
 from importlib.util import module_from_spec, resolve_name, spec_from_file_location
 
 from lessons import substitute
-from minidist import BadInput, flags
+from minidist import BadInput
 
 SIZES = (1, 2, 3, 4)
 
@@ -53,8 +53,8 @@ def load(path):
 def write_stub(lesson):
     """Write FILE: imports, signatures and docstrings of the exercise, bodies to be filled in."""
     script, path = lesson.script, lesson.options.stub
-    if lesson.comm.rank == 0:
-        flags.write(path, lambda file: file.write(stub(script, path).encode()))
+    if not lesson.write(path, lambda file: file.write(stub(script, path).encode())):
+        return
     names = ", ".join(f"{f.__module__}.{f.__name__}" for f in script.exercise)
     lesson.say(f"{path}: write {names}; then\n  python -m lessons.{script.name} --mine {path}")
 

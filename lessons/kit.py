@@ -44,26 +44,23 @@ under every break and on every reader's functions: it takes a second or two, pri
 names every check once and without figures, and fails under every break, on 2 ranks as on 4, under
 no two of them with the same checks. A question stands where nothing above it gives the answer away.
 A formula in a ledger gives its number with a pencil: the kit works it out from the letters. At most
-220 lines of source, 90 printed lines, 24 to a screen. OPTIONS = {"trace": "write a trace to this
-file"} adds a flag, read as `lesson.options.trace`; ALONE = True: one rank runs it, others wait.
+220 lines of source, 90 printed lines, 24 to a screen. OPTIONS = {"trace": "write a trace"} adds a
+flag that names a file, `lesson.options.trace`; ALONE = True: one rank runs it, the others wait.
 '''
 import inspect
 import io
-import json
 import os
 import sys
 import textwrap
 import time
 from types import SimpleNamespace
 
-import numpy as np
-
-from lessons import between, exercises, guess, pictures, substitute, tables
+from lessons import between, exercises, guess, substitute, tables
 from lessons.proving import Proving
-from lessons.script import need_terminal, parse, read
+from lessons.script import look_around, parse, read
 from lessons.substitute import breaks
 from lessons.tables import difference, duration, fold, size
-from minidist import flags
+from minidist import files
 from minidist.ranks import launch
 from minidist.ranks.comm import run_threads, solo, world
 
@@ -88,13 +85,14 @@ def _command(script, argv):
     options = parse(script, argv)
     options.processes = True                               # which may sleep; threads wait exactly
     with substitute.patched(*exercises.replacements(script, options.mine)):
-        return 0 if _session(world(), script, options, sys.stdout)["ok"] else 1
+        ok = _session(world(), script, options, sys.stdout)["ok"]
+        return 0 if ok and not options.lost else 1
 
 
 def _session(comm, script, options, out, ranks=None):
     """One run on this rank, as the options ask for.  -> JSON dict, the same on every rank"""
     lesson, start = Lesson(comm, script, options, out), time.perf_counter()
-    need_terminal(lesson)
+    look_around(lesson)
     if script.alone and comm.size > 1:
         return lesson.share(lambda: _session(solo(), script, options, out, comm.size))
     if options.stub:
@@ -111,8 +109,7 @@ def _session(comm, script, options, out, ranks=None):
             lesson.screen(screen)
         lesson.close(time.perf_counter() - start)
     result = lesson.result(time.perf_counter() - start, ranks or comm.size)
-    if options.json and comm.rank == 0:
-        flags.write(options.json, lambda file: file.write(json.dumps(result, indent=1).encode()))
+    lesson.write(options.json, files.numbers(result))
     lesson.comm.barrier()                                  # nobody leaves before it is written
     return result
 
@@ -168,10 +165,15 @@ class Lesson(Proving):
 
     def figure(self, draw, *data, name=None):
         """Save the picture that draw(figure, *data) makes on an empty matplotlib figure."""
-        if self.comm.rank == 0 and not self.options.no_figure:
-            path = os.path.join(self.options.out, (name or self.script.name) + ".png")
-            pictures.save(path, draw, *data)
+        path = os.path.join(self.options.out, (name or self.script.name) + ".png")
+        if not self.options.no_figure and self.write(path, files.picture(draw, *data)):
             self.pictures += f"   picture: {path}"
+
+    def write(self, path, fill):
+        """Write a file on rank 0; what cannot be written ends no lesson, but its status is 1."""
+        written = self.comm.rank > 0 or files.attempt(path, fill)
+        self.options.lost = self.options.lost or not written
+        return written
 
     # ---- guessing
 
@@ -223,10 +225,10 @@ class Lesson(Proving):
     def result(self, seconds, ranks):
         """All that was checked, as data.  JSON knows no infinity: such an error is None"""
         records = self.checks + self.counts + self.broken
-        checks = [dict(c, error=c["error"] if c["error"] != np.inf else None) for c in self.checks]
-        return dict(lesson=self.script.name, ranks=ranks, seconds=round(seconds, 3),
-                    checks=checks, ledger=self.counts, breaks=self.broken, guesses=self.guesses,
-                    ok=all(record["ok"] for record in records))
+        return files.finite(dict(
+            lesson=self.script.name, ranks=ranks, seconds=round(seconds, 3), checks=self.checks,
+            ledger=self.counts, breaks=self.broken, guesses=self.guesses,
+            ok=all(record["ok"] for record in records)))
 
     def close(self, seconds):
         """Takeaway, the names used elsewhere, exercises; how long it took, and what failed."""

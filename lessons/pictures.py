@@ -1,19 +1,9 @@
 """Pictures that several lessons draw on an empty matplotlib figure."""
-import json
-
 import numpy as np
 
-from minidist import flags, trace
+from minidist import trace
 
 KINDS = "P  parameters", "O  optimizer state", "G  gradients", "A  activations"
-
-
-def save(path, draw, *data):
-    """Let draw(figure, *data) fill an empty figure, and write it as PNG."""
-    from matplotlib.figure import Figure               # no pyplot: no window, no global state
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    draw(figure, *data)
-    flags.write(path, lambda file: figure.savefig(file, dpi=110, format="png"))
 
 
 def memory(figure, runs):
@@ -56,8 +46,3 @@ def traces(figure, lines):
         axes.set_title(name, loc="left", fontsize=10)
         axes.set_xlim(0, 1e3 * end)
     axes.set_xlabel("milliseconds     blue: forward   orange: backward   green: messages under way")
-
-
-def chrome(path, spans):
-    """Write spans as a trace, to be opened in ui.perfetto.dev."""
-    flags.write(path, lambda file: file.write(json.dumps(trace.chrome(spans)).encode()))

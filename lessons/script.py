@@ -6,11 +6,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lessons import guess
-from minidist import BadInput, flags
+from minidist import BadInput, files, flags
 
 # From what one step needs, over the walls it meets, to the techniques, then their combination.
 ORDER = ("walls step memory collectives ring mesh dp zero recompute offload precision compress tp "
          "sp flash cp ulysses pp schedules moe ep checkpoint plan rates").split()
+
+# On how many ranks the sizes of a lesson divide; on any number, where none is named.
+UP_TO_6 = 1, 2, 3, 4, 6
+RANKS = dict(dict.fromkeys(("recompute", "tp", "sp", "cp", "ulysses"), UP_TO_6), pp=(1, 2, 3, 4),
+             zero=(1, 2, 3, 4, 5, 6))
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def parse(script, argv):
     for flag, text in script.flags.items():
         add("--" + flag, metavar="VALUE", help=text)
     options = parser.parse_args(list(argv))
-    options.processes = False
+    options.processes = options.lost = False
     _check(script, options)
     return options
 
@@ -102,23 +107,47 @@ def _check(script, options):
                        f"it has {', '.join(names + ['mystery'])}")
     if (options.stub or options.mine) and not script.exercise:
         raise BadInput(f"lessons.{script.name} has no exercise to write")
-    for path in (options.stub, options.json, os.path.join(options.out, script.name + ".png")):
-        if path:
-            flags.writable(path)
-    if options.stub and os.path.exists(options.stub):
-        raise BadInput(f"{options.stub} exists already; name a new file for the stub")
     if options.mine and not os.path.isfile(options.mine):
         raise BadInput(f"{options.mine} is not a file; --stub {options.mine} writes a first one")
     if options.predict not in (None, "ask"):
         options.predict = guess.listed(options.predict)
 
 
+def look_around(lesson):
+    """Refuse, before anything is shown, what cannot be done on these ranks, here.  BadInput"""
+    options, name = lesson.options, lesson.script.name
+    fits = RANKS.get(name)
+    if fits and lesson.comm.size not in fits and not options.stub:
+        raise BadInput(f"lessons.{name} has sizes that divide over {', '.join(map(str, fits))} "
+                       f"ranks, and {lesson.comm.size} are running; start one of these numbers")
+    trouble = lesson.share(lambda: need_files(lesson) or need_terminal(lesson))
+    if trouble:
+        raise BadInput(trouble)
+
+
+def need_files(lesson):
+    """Say what is in the way of a file that this lesson is to write, or ""."""
+    options = lesson.options
+    figure = None if options.no_figure else os.path.join(options.out, lesson.script.name + ".png")
+    others = [getattr(options, flag) for flag in lesson.script.flags]      # each names a file
+    if options.stub and os.path.lexists(options.stub):
+        return f"{options.stub} exists already; name a new file for the stub"
+    try:
+        files.ready(options.stub, options.json, figure, *others, keep=[options.mine])
+        if figure:
+            files.drawable()
+    except BadInput as error:
+        return f"{error}" + "; or draw none, with --no-figure" * ("picture" in str(error))
+    return ""
+
+
 def need_terminal(lesson):
-    """Where the reader is to type and cannot, say so before anything is shown.  Raises BadInput"""
+    """Say what is in the way of a reader who is to type, or ""."""
     options, name = lesson.options, lesson.script.name
     asks = "--predict" * (options.predict == "ask") + "--break mystery" * (
         options.break_ == "mystery")
-    if asks and not lesson.share(guess.terminal):
-        raise BadInput(f"{asks} asks, and no terminal reaches rank 0 here: start it with "
-                       f"python -m lessons.{name} -n {lesson.comm.size} {asks}"
-                       + (", or give numbers: --predict 6,2,1.5" if options.predict else ""))
+    if not asks or guess.terminal():
+        return ""
+    return (f"{asks} asks, and no terminal reaches rank 0 here: start it with "
+            f"python -m lessons.{name} -n {lesson.comm.size} {asks}"
+            + (", or give numbers: --predict 6,2,1.5" if options.predict else ""))

@@ -13,7 +13,7 @@
     one technique each               dp zero tp sp pp flash cp ulysses moe ep
                                      recompute offload
     the whole                        step parallel verify ledger trace checkpoint storage
-                                     progress flags
+                                     progress flags files
     commands                         train simulate dryrun doctor
 
 engine, ranks and cost know nothing of each other; collectives builds on ranks and cost; techniques
@@ -48,6 +48,8 @@ if sys.platform == "linux":
 for stream in (sys.stdout, sys.stderr):
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(line_buffering=True)
+        if stream.errors == "strict":                       # "é" on an ASCII terminal: \xe9
+            stream.reconfigure(errors="backslashreplace")
 
 
 class BadInput(ValueError):

@@ -10,13 +10,12 @@ Sleep much longer than that: with v chunks per rank, an action takes 1/v of the 
 Run:    python -m minidist.dryrun --schedule gpipe,1f1b,zb-h1 --ms 100 --trace out.json
 Lesson: python -m lessons.schedules
 """
-import json
 import time
 from types import SimpleNamespace
 
 import numpy as np
 
-from minidist import flags, pp, schedules, simulate
+from minidist import files, flags, pp, schedules, simulate
 from minidist.engine.tensor import Tensor
 from minidist.ranks import environment, launch
 from minidist.ranks.comm import run_threads
@@ -99,8 +98,7 @@ def compared(plans, runs):
 def main():
     args = parser().parse_args()
     names = list(schedules.ORDERS) if args.schedule == "all" else args.schedule.split(",")
-    for path in filter(None, (args.figure, args.json, args.trace)):
-        flags.writable(path)
+    simulate.look(args, args.json, args.trace)
     made = [schedules.make(name, args.p, args.m, args.chunks) for name in names]
     times, unit = (args.F, args.I, args.W, args.message), args.ms / 1e3
     plans = [simulate.cost(s, *times) for s in made]
@@ -112,23 +110,18 @@ def main():
         for timeline in pair:
             print(*lines(timeline, args.columns, args.ascii), "", sep="\n")
     print(*compared(plans, runs), sep="\n")
-    write(args, plans, runs, unit)
+    return write(args, plans, runs, unit)
 
 
 def write(args, plans, runs, unit):
-    """Write the files that were asked for."""
-    if args.figure:
-        simulate.save(plans + runs, args.figure)
-        print(f"picture  {args.figure}")
+    """Write the files that were asked for.  -> exit status"""
     found = [span for lane, some in (("plan", plans), ("run", runs))
              for t in some for span in spans(t, f"{t.schedule.name} {lane}", unit)]
     data = {lane: [simulate.numbers(t) for t in some]
             for lane, some in (("plan", plans), ("run", runs))}
-    for what, path, content in ("trace", args.trace, chrome(found)), ("data", args.json, data):
-        if path:
-            text = json.dumps(content).encode()
-            flags.write(path, lambda file, text=text: file.write(text))
-            print(f"{what:7}  {path}")
+    return files.deliver(("data", args.json, files.numbers(data)),
+                         ("trace", args.trace, files.numbers(chrome(found))),
+                         ("picture", args.figure, simulate.picture(plans + runs)))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,12 @@
-"""Flags and files of commands: a mistake is one sentence, a file is whole or not there.
+"""Flags of commands: a mistake is one sentence, said once, whatever the number of ranks.
 
     flags.Parser          argparse, but a wrong flag raises BadInput, and one rank prints the help
     flags.add_training(p) the flags that say what is trained, on what, and how
     flags.integer(1)      type=: an integer of at least 1
     flags.real(0)         type=: a finite number of at least 0
-    flags.writable(path)  before the work: can a file be written there?
-    flags.write(path, f)  after it: let f(file) write, then put the file in its place
 """
 import argparse
 import math
-import os
-import tempfile
-from pathlib import Path
 
 from minidist import BadInput
 from minidist.ranks import environment
@@ -67,7 +62,7 @@ def add_training(parser):
 def add_model(group):
     group.add_argument("--preset", default="nano", help="lesson, nano or mini (default nano)")
     for name in SIZES:
-        group.add_argument("--" + name.replace("_", "-"), type=integer(1), metavar="N",
+        group.add_argument("--" + name.replace("_", "-"), type=integer(1, 10 ** 6), metavar="N",
                            help="replace the preset's")
     add_experts(group)
     group.add_argument("--dropout", type=real(0), default=0.0, metavar="P", help="default 0")
@@ -109,30 +104,3 @@ def add_optimizer(group):
                        help="peak learning rate (default: 0.75 / width; for sgd 0.5)")
     group.add_argument("--clip", type=real(0), default=1.0, metavar="NORM",
                        help="largest gradient norm, 0: any (default 1)")
-
-
-# ------------------------------------------------------------------------ files
-
-def writable(path):
-    """Refuse a path that `write` could not write to; leaves nothing behind."""
-    path = Path(path)
-    if path.is_dir():
-        raise BadInput(f"{path} is a directory; name a file")
-    folder = next(p for p in path.parents if p.exists())    # missing folders will be made
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise BadInput(f"cannot write {path}: {folder}: {error.strerror}") from None
-
-
-def write(path, fill):
-    """Call fill(file) on a draft, in binary, and give it its name when it is complete."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".part")
-    try:
-        with open(draft, "wb") as file:
-            fill(file)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)

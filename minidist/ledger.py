@@ -11,6 +11,7 @@ What an Offload has moved elsewhere is not held; its two buffers are.
 Lesson: mpirun -n 4 python -m lessons.memory   (and lessons.step)
 """
 import mmap
+import os
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minidist import BadInput, cost
 from minidist.engine.graph import buffer
 from minidist.engine.tensor import Node, graph_bytes
 from minidist.step import train_step
@@ -39,6 +41,26 @@ def held(model, optimizer=None, *roots, batch=None):
                  gradient_bytes(model),
                  sum(array.nbytes for arrays in state for array in arrays),
                  graph_bytes(*map(rooted, roots), exclude=known(model, batch)))
+
+
+def refuse_too_large(config, rows, batch, itemsize):
+    """Refuse what cannot fit, whatever else is held: parameters, tokens, and one layer's numbers.
+
+    rows: of a micro-batch on one rank.  A rank makes the whole model before it is cut"""
+    sizes = cost.Sizes.of(config, B=rows, w=itemsize)
+    needed = itemsize * (cost.gpt_parameters(sizes) + sizes.N * sizes.D) + 16 * batch * sizes.T
+    if needed > memory():
+        raise BadInput(f"a model of width {sizes.D} and {sizes.L} layers and a batch of {batch} "
+                       f"take over {needed / 1e9:,.0f} GB, and this machine has "
+                       f"{memory() / 1e9:,.0f}; use a smaller --width, --layers or --batch")
+
+
+def memory():
+    """Bytes of this machine's memory; infinite where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return float("inf")
 
 
 def gradient_bytes(model):

@@ -17,13 +17,14 @@ the other axes leave.
 
 Run: python -m minidist.train -n 4 --dp 4 --verify
 """
+import hashlib
 import math
 from functools import partial
 
 from minidist import (BadInput, cp, ep, flags, flash, moe, offload, pp, recompute, schedules, sp,
                       tp, zero)
 from minidist.dp import DistributedDataParallel
-from minidist.mesh import AXES, DeviceMesh
+from minidist.mesh import AXES, DeviceMesh, notes
 from minidist.ranks import comm, environment
 
 OFFERED = "dp", "cp", "tp", "pp"        # the axes over which a model can be spread
@@ -69,6 +70,32 @@ def make_mesh(args, world=None):
     """Lay the running ranks out as the flags say; BadInput if they do not fit.  Collective."""
     world = world or (comm.world() if environment.launched() else comm.solo())
     return DeviceMesh(world, **axis_sizes(args, world.size), ep=getattr(args, "ep", None) or 1)
+
+
+def agreed(world, look):
+    """Call look() on every rank; what one refuses, all refuse.  Collective  -> its result"""
+    result, trouble = None, None
+    try:
+        result = look()
+    except BadInput as error:
+        trouble = str(error)
+    said = notes(trouble, world)
+    for rank, sentence in enumerate(said):
+        if sentence:
+            raise BadInput(sentence + f" (on rank {rank})" * (None in said and world.size > 1))
+    return result
+
+
+def alike(world, **given):
+    """Refuse to begin unless all ranks were given the same.  Collective.  given: text by name"""
+    mine = {what: hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
+            for what, text in given.items()}
+    first, *others = notes(mine, world)
+    for rank, theirs in enumerate(others, 1):
+        for what in mine:
+            if theirs[what] != first[what]:
+                raise BadInput(f"rank {rank} has another {what} than rank 0 (sha256 {theirs[what]} "
+                               f"and {first[what]}); give all ranks the same")
 
 
 def axis_sizes(args, ranks):

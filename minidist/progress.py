@@ -8,7 +8,7 @@ Lesson: python -m lessons.step
 import time
 from dataclasses import dataclass, field
 
-from minidist import flags
+from minidist import placement
 from minidist.ranks import environment
 
 
@@ -20,6 +20,7 @@ class History:
     val_steps: list = field(default_factory=list)           # optimizer steps taken before each
     tokens: int = 0
     seconds: float = 0.0                                    # in training steps alone
+    trouble: str = ""                                       # why it could not go on to the end
 
     def add(self, step, seconds):
         """Record one training step and how long it took."""
@@ -79,13 +80,18 @@ def clock(seconds):
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def draw(history, path):
+def audit(params):
+    """Write down how every parameter of this rank lies: cut, or held whole by all."""
+    table = [("parameter", "whole", "on a rank", "cut over"), *placement.audit(params)]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip()
+                     for row in table)
+
+
+def draw(figure, history):
     """Draw training and validation loss over steps."""
-    from matplotlib.figure import Figure                    # needs no display
-    figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(range(1, len(history.losses) + 1), history.losses, lw=0.8, label="training")
     axes.plot(history.val_steps, history.val_losses, "o-", label="validation")
     axes.set(xlabel="optimizer step", ylabel="loss per character (nats)")
     axes.legend()
-    flags.write(path, lambda file: figure.savefig(file, format="png", dpi=120))

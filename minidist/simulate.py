@@ -12,11 +12,11 @@ All micro-batches and all stages take the same time.
 Run:    python -m minidist.simulate --schedule 1f1b -p 8 -m 32
 Lesson: python -m lessons.schedules
 """
-import json
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 
-from minidist import BadInput, flags, schedules
+from minidist import BadInput, files, flags, schedules
 from minidist.ranks import environment, launch
 from minidist.schedules import Walk, borders, passed
 
@@ -162,12 +162,15 @@ def draw(axes, timeline, colors=COLORS):
                    f"{total:.3f} of the total", fontsize=9, loc="left")
 
 
-def save(timelines, path):
-    """Write one picture of several timelines on one time axis, with one legend."""
-    from matplotlib.figure import Figure                    # no pyplot: no window
-    from matplotlib.patches import Patch
+def picture(timelines):
+    """Make what files.write needs for one picture of several timelines on one time axis."""
     height = sum(min(3, 0.8 + 0.25 * t.schedule.p) for t in timelines) + 0.5
-    figure = Figure(figsize=(11, height), layout="constrained")
+    return files.picture(draw_all, timelines, size=(11, height))
+
+
+def draw_all(figure, timelines):
+    """Draw timelines one below the other, with one legend."""
+    from matplotlib.patches import Patch
     for axes, timeline in zip(figure.subplots(len(timelines), squeeze=False).flat, timelines):
         draw(axes, timeline)
         axes.set_xlim(0, float(max(t.makespan for t in timelines)))
@@ -175,7 +178,6 @@ def save(timelines, path):
              "W weight gradients": COLORS["W"], "idle": IDLE}
     figure.legend(handles=[Patch(color=color, label=text) for text, color in words.items()],
                   loc="outside lower center", ncols=4)
-    flags.write(path, lambda file: figure.savefig(file, dpi=110, format="png"))
 
 
 # === The command ===
@@ -227,7 +229,8 @@ def parser():
                    help="time from rank to rank (default 0)")
     p.add_argument("--columns", type=flags.integer(60), default=100, metavar="N",
                    help="width of the drawing (default 100)")
-    p.add_argument("--ascii", action="store_true", help="draw with plain characters")
+    p.add_argument("--ascii", action="store_true",
+                   help="draw with plain characters, as is done where the output has no others")
     p.add_argument("--figure", metavar="FILE", help="write a picture (PNG)")
     p.add_argument("--json", metavar="FILE", help="write the numbers as data")
     return p
@@ -236,8 +239,7 @@ def parser():
 def main():
     args = parser().parse_args()
     names = list(schedules.ORDERS) if args.schedule == "all" else args.schedule.split(",")
-    for path in filter(None, (args.figure, args.json)):
-        flags.writable(path)
+    look(args, args.json)
     made = [schedules.make(name, args.p, args.m, args.chunks) for name in names]
     timelines = [cost(s, args.F, args.I, args.W, args.message) for s in made]
     if environment.rank() != 0:
@@ -247,13 +249,20 @@ def main():
         print(f"{s.name}: {s.p} ranks, {s.m} micro-batches; B = I + W = {args.I + args.W:g} F",
               *lines(timeline, args.columns, args.ascii), "", sep="\n")
     print(*table(timelines), "", LEGEND, sep="\n")
+    return files.deliver(
+        ("data", args.json, files.numbers({"rows": [numbers(t) for t in timelines]})),
+        ("picture", args.figure, picture(timelines)))
+
+
+def look(args, *paths):
+    """See before the work that what it makes can be shown and written."""
+    files.ready(*paths, args.figure)
     if args.figure:
-        save(timelines, args.figure)
-        print(f"picture  {args.figure}")
-    if args.json:
-        rows = json.dumps({"rows": [numbers(t) for t in timelines]}, indent=1).encode()
-        flags.write(args.json, lambda file: file.write(rows))
-        print(f"data     {args.json}")
+        files.drawable()
+    try:
+        "".join(BLOCKS.values()).encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        args.ascii = True
 
 
 if __name__ == "__main__":

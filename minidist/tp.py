@@ -193,13 +193,17 @@ def parallelize(model, comm, enter=copy_to, leave=reduce_from):
 
 
 def refuse_uneven_heads(config, p):
-    """Raise BadInput unless every rank can have whole query heads, of whole or shared groups."""
+    """Raise BadInput unless every rank can have words, and whole query heads of whole or shared
+    groups."""
     H, K = config.heads, config.groups
     fits = [n for n in range(1, H + 1) if H % n == 0 and (K % n == 0 or n % K == 0)]
     if p not in fits:
         grouped = "" if H == K else f" with {K} key/value heads"
         choice = ", ".join(map(str, fits))
         raise BadInput(f"{H} heads{grouped} do not split over {p} ranks; use --tp {choice}")
+    if config.vocab < p:
+        words = "1 word does" if config.vocab == 1 else f"{config.vocab} words do"
+        raise BadInput(f"{words} not give each of {p} ranks of --tp one; use a longer text")
 
 
 def split_experts(model, comm):

@@ -7,13 +7,12 @@
 
 What a run does is a function of its flags: the same command gives the same parameters, bit by bit,
 and the digest printed at the end says so. Everything that can be refused is refused before the
-first step, and files are written after the last, each in one piece.
+first step. Files are written after the last one, also where that came early: at Ctrl-C, or when
+numbers overflow. JSON knows no NaN: such a number is null.
 
 Run:    python -m minidist.train --preset nano --steps 500
 Lesson: python -m lessons.step
 """
-import hashlib
-import json
 import time
 from collections import namedtuple
 from dataclasses import dataclass
@@ -21,14 +20,15 @@ from pathlib import Path
 
 import numpy as np
 
-from minidist import BadInput, cost, flags, moe, parallel, placement, verify
+from minidist import BadInput, cost, files, flags, ledger, moe, parallel, verify
 from minidist.engine import gpt
 from minidist.engine.data import Corpus, default_text, read_text
+from minidist.engine.nn import digest
 from minidist.engine.optim import SGD, AdamW, warmup_cosine
 from minidist.engine.tensor import no_grad
 from minidist.mesh import DeviceMesh
 from minidist.placement import everything
-from minidist.progress import History, Progress, draw
+from minidist.progress import History, Progress, audit, draw
 from minidist.ranks import launch
 from minidist.step import summed, train_step
 
@@ -92,11 +92,13 @@ def build(o):
     """Make everything the run needs; raise BadInput for what cannot be made."""
     replaced = {name: getattr(o, name) for name in flags.SIZES if getattr(o, name) is not None}
     sizes = gpt.sizes(o.preset, **replaced)
-    text = default_text() if o.text is None else read_text(o.text)
+    mesh = parallel.make_mesh(o)
+    text = parallel.agreed(mesh.world, lambda: look_around(o, mesh.world.rank))
+    parallel.alike(mesh.world, text=text, command=repr(o))
     corpus = Corpus(text, sizes["context"])
     config = gpt.GPTConfig(vocab=corpus.vocab, dropout=o.dropout, **sizes)
-    mesh = parallel.make_mesh(o)
-
+    rows = -(-o.batch // (mesh.sizes["dp"] * o.grad_accum))
+    ledger.refuse_too_large(config, rows, o.batch, np.dtype(o.dtype).itemsize)
     refuse_uneven_passes(o, mesh)
 
     def optimizer(params):
@@ -134,6 +136,20 @@ def refuse_uneven_passes(o, mesh):
                        "without --capacity")
 
 
+def look_around(o, rank):
+    """Read the text, and see that what will be written can be.  -> text"""
+    if rank == 0:
+        files.ready(*outputs(o), keep=[o.text])
+        if not o.no_figure:
+            files.drawable()
+    return default_text() if o.text is None else read_text(o.text)
+
+
+def outputs(o):
+    """Name the files that this run will write: data, picture."""
+    return o.json, None if o.no_figure else Path(o.out) / "loss.png"
+
+
 def make_optimizer(params, o, config):
     """Make AdamW or SGD; a tenth of the steps warms up, a cosine leads to a tenth of the rate."""
     usual = 0.5 if o.optimizer == "sgd" else 0.75 / config.width
@@ -145,7 +161,9 @@ def make_optimizer(params, o, config):
 
 
 def fit(run, o, history, listeners):
-    """Train.  Every listener hears of every step; one that answers False ends the training."""
+    """Train.  Every listener hears of every step; one that answers False ends the training.
+
+    So do numbers that are none: history.trouble says which, and nothing has changed by them."""
     for step in range(o.steps):
         began = time.perf_counter()
         batch = run.corpus.batch(o.batch, o.seed, step)
@@ -153,26 +171,29 @@ def fit(run, o, history, listeners):
             result = train_step(run.model, batch, run.optimizer, run.mesh, o.grad_accum,
                                 max_norm=o.clip or None)
         except FloatingPointError as error:
-            raise BadInput(f"step {step}: {error}; use a smaller --lr than "
-                           f"the {run.optimizer.rate or 0:.2g} of the step before") from None
+            history.trouble = f"step {step}: {error}"
+            break
         history.add(result, time.perf_counter() - began)
         if False in [hear(step, batch, result) for hear in listeners]:
             break
 
 
-def train(run, o, progress):
-    """Train, and on the way validate, show, and compare with the twin.  -> History"""
-    history = History()
+def train(run, o, progress, history):
+    """Train, and on the way validate, show, and compare with the twin."""
     due = {o.steps * i // VALIDATIONS for i in range(1, VALIDATIONS + 1)}
 
     def validate():
         history.validated(validation_loss(run, o))
         progress.mark(history)
+        if not np.isfinite(history.val_losses[-1]) and not history.trouble:
+            history.trouble = (f"step {history.val_steps[-1]}: the loss on the text kept for "
+                               f"validation is {history.val_losses[-1]}")
 
     def show(step, batch, result):
         progress.move(history)
         if step + 1 in due:
             validate()
+        return not history.trouble
 
     def compare(step, batch, result):
         return step >= (o.verify or 0) or run.twin.check(
@@ -182,7 +203,6 @@ def train(run, o, progress):
     fit(run, o, history, [show, compare])
     if history.val_steps[-1] < len(history.losses):         # the twin has ended it early
         validate()
-    return history
 
 
 def validation_loss(run, o):
@@ -204,15 +224,6 @@ def whole(run, o):
     for p in model.parameters():
         p.data[...] = trained[p.name]
     return model
-
-
-def digest(model):
-    """Hash all parameters, bit by bit."""
-    hashed = hashlib.sha256()
-    for p in model.parameters():
-        hashed.update(p.name.encode())
-        hashed.update(np.ascontiguousarray(p.data))
-    return hashed.hexdigest()
 
 
 def sample(model, corpus, o):
@@ -238,19 +249,12 @@ def headline(run, o):
             f"{o.batch} x {c.context} tokens per step, on {run.mesh.describe()}")
 
 
-def audit(params):
-    """Write down how every parameter of this rank lies: cut, or held whole by all."""
-    table = [("parameter", "whole", "on a rank", "cut over"), *placement.audit(params)]
-    widths = [max(map(len, column)) for column in zip(*table)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip()
-                     for row in table)
-
-
-def report(o, history, verdict, text, fingerprint):
+def report(o, history, verdict=None, text=None, fingerprint=None):
     """Collect what was printed, as data."""
     return {"losses": history.losses, "val_losses": history.val_losses,
             "val_steps": history.val_steps, "tokens_per_s": history.tokens_per_s,
-            "verdict": verdict, "sample": text, "parameters_sha256": fingerprint,
+            "verdict": verdict and verdict.line(), "sample": text,
+            "parameters_sha256": fingerprint, "trouble": history.trouble,
             "flags": {k: v for k, v in o._asdict().items() if k not in ("out", "json")}}
 
 
@@ -258,51 +262,54 @@ def report(o, history, verdict, text, fingerprint):
 
 def main():
     o = options()
-    run = build(o)
-    for path in outputs(o).values():
-        flags.writable(path)
+    try:
+        return command(o)
+    except MemoryError as error:
+        raise BadInput(f"not enough memory: {error}; use a smaller --batch, --width or --layers, "
+                       "or more --grad-accum") from None
+
+
+def command(o):
+    """Train as the options say, and tell what came out.  -> exit status"""
+    run, history = build(o), History()
     first = run.mesh.world.rank == 0
     if first:
         print(headline(run, o))
         if o.audit:
             print("\n" + audit(run.model.parameters()) + "\n")
-    with Progress(o.steps, show=first) as progress, np.errstate(over="ignore", invalid="ignore"):
-        history = train(run, o, progress)
+    with Progress(o.steps, first) as progress, np.errstate(over="ignore", invalid="ignore"):
+        try:
+            train(run, o, progress, history)
+        except KeyboardInterrupt:
+            if first and o.json:
+                files.attempt(o.json, files.numbers(report(o, history)))
+            raise
     model = whole(run, o)
     verdict = run.twin.verdict if run.twin else None
-    if first:
-        finish(run, o, history, verdict, model)
-    return 0 if verdict is None or verdict.equal else 1
-
-
-def outputs(o):
-    """Name the files that this run will write."""
-    files = {"picture": None if o.no_figure else Path(o.out) / "loss.png",
-             "data": o.json}
-    return {what: path for what, path in files.items() if path}
+    status = finish(run, o, history, verdict, model) if first else 0
+    if history.trouble:
+        raise BadInput(f"{history.trouble}; use a smaller --lr than the "
+                       f"{run.optimizer.rate or 0:.2g} of the step before")
+    return status or int(verdict is not None and not verdict.equal)
 
 
 def finish(run, o, history, verdict, model):
-    """Print and write what has come out."""
-    files, moved = outputs(o), o.offload and run.optimizer.offload.account()
-    text, fingerprint = sample(model, run.corpus, o), digest(model)
+    """Print and write what has come out.  -> exit status"""
+    moved, fingerprint = o.offload and run.optimizer.offload.account(), digest(model)
+    text = "" if history.trouble else sample(model, run.corpus, o)
     print(f"\n{text}\n" if text else "")
     print(f"parameters sha256 {fingerprint}")
     if moved:
         print("offload    this rank: " + ", ".join(f"{n:,} bytes {what}"
                                                    for what, n in moved.items()))
-    if "picture" in files:
-        draw(history, files["picture"])
-    if "data" in files:
-        data = report(o, history, verdict and verdict.line(), text, fingerprint)
-        data["offload"] = moved
-        data = json.dumps(data, indent=1).encode()
-        flags.write(files["data"], lambda file: file.write(data))
-    for what, path in files.items():
-        print(f"{what:10} {path}")
+    data, picture = outputs(o)
+    found = report(o, history, verdict, text, fingerprint) | {"offload": moved}
+    status = files.deliver(("data", data, files.numbers(found)),
+                           ("picture", picture, files.picture(draw, history, size=(7, 4))))
     if verdict:
         print(f"compared   {verdict.steps} of {len(history.losses)} steps with one process: "
               f"loss, every gradient, every parameter\n{verdict.line()}")
+    return status
 
 
 if __name__ == "__main__":

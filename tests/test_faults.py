@@ -32,7 +32,8 @@ FOUND = {
     "D4": "step.nothing_is_left_over_from_a_step_that_failed",
     "D5": "comm.closing_a_stream_raises_the_error_that_nobody_has_seen",
 }
-BY_NAME = "N1 N2 N3 N4 N5 N6 N7 D2 D3 C1 C2 C3 C4 C5 L17".split()
+BY_NAME = ("N1 N2 N3 N4 N5 N6 N7 D2 D3 C1 C2 C3 C4 C5 L17 "
+           "F1 F2 F3 F4 F5 F6").split()
 
 
 def names():

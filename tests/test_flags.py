@@ -1,4 +1,4 @@
-"""Commands' flags and files: one sentence for a mistake, whole files or none."""
+"""Commands' flags: one sentence for a mistake."""
 import pytest
 
 from minidist import BadInput, flags
@@ -28,31 +28,3 @@ def test_mistakes_are_one_sentence(argv, words):
         parse(*argv)
     assert str(error.value).startswith(words) and "\n" not in str(error.value)
     assert str(error.value).endswith("see p --help")
-
-
-def test_write_makes_folders_and_replaces(tmp_path):
-    path = tmp_path / "a" / "b.txt"
-    flags.writable(path)
-    assert not list(tmp_path.iterdir())                    # asking leaves nothing behind
-    flags.write(path, lambda file: file.write(b"one"))
-    flags.write(path, lambda file: file.write(b"two"))
-    assert path.read_bytes() == b"two" and list(path.parent.iterdir()) == [path]
-
-
-def test_an_interrupted_write_changes_nothing(tmp_path):
-    path = tmp_path / "b.txt"
-    flags.write(path, lambda file: file.write(b"old"))
-
-    def fill(file):
-        file.write(b"half of the n")
-        raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt):
-        flags.write(path, fill)
-    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
-
-
-def test_unwritable(tmp_path):
-    (tmp_path / "file").write_bytes(b"")
-    for path in (tmp_path, tmp_path / "file" / "x", "/proc/self/x"):
-        with pytest.raises(BadInput, match="directory|cannot write"):
-            flags.writable(path)

@@ -21,13 +21,13 @@ ROOMS["whole"] = ROOMS["technique"] | {"technique"}
 ROOMS["command"] = ROOMS["bench"] = ROOMS["whole"] | {"whole"}
 TOP = {"meeting": "mesh mappings placement buckets schedules",
        "technique": "dp zero tp sp pp flash cp ulysses moe ep recompute offload precision compress",
-       "whole": "step parallel verify ledger trace checkpoint storage progress flags",
+       "whole": "step parallel verify ledger trace checkpoint storage progress flags files",
        "command": "train sample plan simulate dryrun doctor"}
 FOLDERS = ["engine", "ranks", "collectives", "cost", "bench"]
 PAIRED = [*TOP["technique"].split(), "collectives.ring", "collectives", "mesh", "schedules",
           "checkpoint", "plan"]
 LESSONS_TO_COME = {"moe", "ep", "checkpoint", "offload"}
-PRINTS = {"train", "sample", "progress", "doctor", "simulate", "dryrun", "plan",
+PRINTS = {"train", "sample", "progress", "files", "doctor", "simulate", "dryrun", "plan",
           "mesh"}                                                #  and all of bench
 BUILDS_ON = {"zero": {"dp"},           # ZeRO is data parallelism, held once
              "cp": {"flash", "ulysses"},     # a ring passes tiles around; ulysses is a method of cp

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from lessons import formula, guess, kit, script, substitute, tables
+from lessons import formula, guess, kit, substitute, tables
 from lessons.__main__ import ORDER, existing
 from minidist import BadInput, cost, tp
 from minidist.collectives import choice, layouts, ring
@@ -540,7 +540,7 @@ def test_functions_are_the_module_s_again_afterwards(tmp_path):
 def test_bad_input_is_one_sentence(argv, message):
     from lessons import ring as ring_lesson
     with pytest.raises(BadInput, match=message) as error:
-        script.parse(script.read(ring_lesson.SCREENS), argv)
+        kit.run_on_threads(ring_lesson.SCREENS, 2, argv)
     assert "\n" not in str(error.value)
 
 

@@ -5,9 +5,9 @@ from fractions import Fraction
 
 import pytest
 
-from minidist import schedules
+from minidist import files, schedules
 from minidist.schedules import ORDERS, make
-from minidist.simulate import cost, lines, save
+from minidist.simulate import cost, lines, picture
 from tests.mpi import execute
 
 TIMES = [(1, 1, 1), (5, 6, 4), (2, 2, 1), (2, 3, 1), (3, 2, 2)]
@@ -134,7 +134,7 @@ def test_rows_of_text():
 def test_hundreds_of_ranks_and_a_picture(tmp_path):
     t = timeline("interleaved", 128, 256, 2)
     assert t.bubble_of_ideal == Fraction(127, 512)
-    save([timeline("gpipe", 4, 8), timeline("zb-v", 4, 8)], tmp_path / "x.png")
+    files.write(tmp_path / "x.png", picture([timeline("gpipe", 4, 8), timeline("zb-v", 4, 8)]))
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -153,7 +153,11 @@ def test_reads_a_text(command, tmp_path):
     (["--text", "short"], "the text has 33 characters; with a context of 16 it needs at least 34"),
     (["--text", "missing"], "cannot read missing: No such file"),
     (["--out", "short"], "cannot write short/loss.png"), (["--json", "."], "is a directory"),
-    (["--lr", "1e9", "--optimizer", "sgd", "--clip", "0", "--steps", "9"], "use a smaller --lr"),
+    (["--batch", "99999999999"], "a batch of 99999999999 take over"),
+    (["--width", "600000"], "a model of width 600000 .* use a smaller --width"),
+    (["--width", "2000000"], "--width: 2000000 is out of range, use 1000000 or less"),
+    (["--json", "short", "--text", "short"], "cannot be written without loss of short"),
+    (["--out", "x", "--json", "x"], "x and x/loss.png cannot both be written"),
 ])
 def test_bad_input_is_one_sentence_and_leaves_nothing(command, tmp_path, argv, words):
     (tmp_path / "latin1").write_bytes(b"caf\xe9 " * 100)

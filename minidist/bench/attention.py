@@ -6,13 +6,12 @@ machine disturbs them alike; a ratio is the median of the ratios of the rounds.
 Run:    python -m minidist.bench attention -n 2
 Lesson: mpirun -n 4 python -m lessons.flash
 """
-import json
 import statistics
 import time
 
 import numpy as np
 
-from minidist import cp, flags, flash
+from minidist import cp, files, flags, flash
 from minidist.engine.attention import scaled_dot_product_attention
 from minidist.engine.tensor import Tensor
 from minidist.ranks import comm, environment
@@ -40,14 +39,11 @@ def main():
     lengths = [args.tokens] if args.tokens else LENGTHS
     for T in lengths:
         cp.refuse_uneven_tokens(T, world.size, "zigzag")
-    if args.json and world.rank == 0:
-        flags.writable(args.json)
+    files.ready(args.json)
     rows = [row for T in lengths for row in measure(T, world, args.rounds, not args.no_torch)]
     if world.rank == 0:
         print("\n".join([header(), *map(line, rows)]))
-        if args.json:
-            flags.write(args.json, lambda file: file.write(
-                json.dumps({"rows": rows}, indent=1).encode()))
+        return files.deliver(("data", args.json, files.numbers({"rows": rows})))
     return 0
 
 

@@ -9,7 +9,6 @@ at least, so that it compares with the speed of the wire whatever the number of 
 
 Lesson: mpirun -n 4 python -m lessons.ring
 """
-import json
 import os
 import platform
 import time
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minidist import BadInput, collectives, flags
+from minidist import BadInput, collectives, files, flags
 from minidist.bench import fit
 from minidist.collectives.choice import ALGORITHMS, chosen
 from minidist.ranks import comm, environment
@@ -91,8 +90,9 @@ def wanted(options):
         if not names:
             raise BadInput(f"no algorithm {options.algorithm} for that; there are " + "; ".join(
                 f"{name}: {', '.join(ALGORITHMS[name])}" for name in CASES))
-    if options.json:
-        flags.writable(options.json)
+    files.ready(options.json, picture_path(options))
+    if not options.no_figure:
+        files.drawable()
     return names
 
 
@@ -297,14 +297,16 @@ def finish(rows, options, group):
     """Fit, picture and file, on rank 0."""
     found = fit.fit(rows)
     print(fit.report(found, rows))
-    if not options.no_figure:
-        path = os.path.join(options.out, "bench_collectives.png")
-        flags.write(path, lambda file: fit.draw(rows, file, f"{group.size} ranks"))
-        print(f"# picture: {path}")
-    if options.json:
-        data = {"header": header(group), "rows": [r._asdict() for r in rows], "fit": found}
-        flags.write(options.json, lambda file: file.write(json.dumps(data, indent=1).encode()))
-    return 0
+    data = {"header": header(group), "rows": [r._asdict() for r in rows], "fit": found}
+    height = 3.4 * len({r.collective for r in rows})
+    return files.deliver(
+        ("# data", options.json, files.numbers(data)),
+        ("# picture", picture_path(options),
+         files.picture(fit.draw, rows, f"{group.size} ranks", size=(11, height))))
+
+
+def picture_path(options):
+    return None if options.no_figure else os.path.join(options.out, "bench_collectives.png")
 
 
 if __name__ == "__main__":

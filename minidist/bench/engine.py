@@ -10,7 +10,6 @@ AdamW; without PyTorch, or away from the tests, its columns stay empty.
 Run:    python -m minidist.bench engine
 Lesson: python -m lessons.step
 """
-import json
 import multiprocessing
 import platform
 import statistics
@@ -19,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minidist import cost, flags, flash
+from minidist import cost, files, flags, flash
 from minidist.engine import gpt
 from minidist.engine.data import random_batch
 from minidist.engine.optim import AdamW
@@ -63,18 +62,15 @@ def main():
     presets = [options.preset] if options.preset else ["nano", "mini"]
     for name in presets:
         gpt.preset(name, vocab=VOCAB)                       # refuses what it does not know
-    if options.json:
-        flags.writable(options.json)
+    files.ready(options.json)
     twin = None if options.no_torch else find_twin()
     print(header(twin))
     rows = []
     for name in presets:
         rows.append(measure(name, options.rounds or (5 if name == "mini" else 41), twin))
         print(line(rows[-1]))
-    if options.json:
-        data = {"rows": [row._asdict() for row in rows]}
-        flags.write(options.json, lambda file: file.write(json.dumps(data, indent=1).encode()))
-    return 0
+    data = {"rows": [row._asdict() for row in rows]}
+    return files.deliver(("data", options.json, files.numbers(data)))
 
 
 def find_twin():

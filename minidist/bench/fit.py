@@ -66,13 +66,10 @@ def fastest(rows, collective, nbytes):
     return min(ours, key=lambda r: r.t_med_us).algorithm if ours else "not measured"
 
 
-def draw(rows, file, title):
+def draw(figure, rows, title):
     """Draw time and bus bandwidth against size, a line for each algorithm."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     names = list(dict.fromkeys(r.collective for r in rows))
-    figure, axes = pyplot.subplots(len(names), 2, figsize=(11, 3.4 * len(names)), squeeze=False)
+    axes = figure.subplots(len(names), 2, squeeze=False)
     for name, (left, right) in zip(names, axes):
         for algorithm, points in curves(rows, name).items():
             style = {"color": "black", "linestyle": "--"} if algorithm == "mpi" else {}
@@ -82,9 +79,6 @@ def draw(rows, file, title):
         left.set(title=f"{name}, {title}", ylabel="time (us)", xlabel="bytes")
         right.set(title="bus bandwidth", ylabel="GB/s", xlabel="bytes", ylim=(0, None))
         left.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(file, format="png", dpi=100)
-    pyplot.close(figure)
 
 
 def curves(rows, collective):

@@ -5,11 +5,10 @@ The two take turns, step by step, so that a busy machine disturbs both alike.
 Run:    python -m minidist.bench tp -n 2
 Lesson: mpirun -n 4 python -m lessons.tp
 """
-import json
 import statistics
 import time
 
-from minidist import BadInput, flags, sp, tp
+from minidist import BadInput, files, flags, sp, tp
 from minidist.engine import gpt
 from minidist.engine.data import random_batch
 from minidist.engine.optim import AdamW
@@ -38,17 +37,14 @@ def main():
     if world.size < 2:
         raise BadInput("1 rank shares no layer; start two: python -m minidist.bench tp -n 2")
     config = gpt.preset(args.preset, vocab=VOCAB)
-    if args.json:
-        flags.writable(args.json)
+    files.ready(args.json)
     alone, together = measure(args, config, world)
     if world.rank == 0:
         row = {"preset": args.preset, "batch": args.batch, "ranks": world.size, "sp": args.sp,
                "one_rank_ms": milliseconds(alone), "tp_ms": milliseconds(together),
                "ratio": round(statistics.median(together) / statistics.median(alone), 3)}
         print(table(row, alone, together))
-        if args.json:
-            flags.write(args.json, lambda file: file.write(
-                json.dumps({"rows": [row]}, indent=1).encode()))
+        return files.deliver(("data", args.json, files.numbers({"rows": [row]})))
     return 0
 
 

@@ -27,7 +27,7 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from minidist import BadInput, flags, parallel
+from minidist import BadInput, files, flags, parallel
 from minidist.engine import gpt
 from minidist.engine.data import Corpus, default_text
 from minidist.engine.optim import AdamW
@@ -139,8 +139,7 @@ def main():
     if environment.launched():
         raise BadInput("bench train starts its own ranks; leave out -n and mpirun")
     counts = wanted(args)
-    if args.json:
-        flags.writable(args.json)
+    files.ready(args.json)
     opponent = not args.alone and bool(equal_of(args)) and all(
         map(find_spec, ("torch", "tests", OPPONENT)))
     print(headline(args, opponent))
@@ -152,10 +151,8 @@ def main():
                 laps.setdefault((ranks, "torch"), []).extend(theirs(args, ranks))
     rows = table(args, counts, laps)
     show(rows)
-    if args.json:
-        data = json.dumps({"preset": args.preset, "batch": args.batch, "rows": rows}, indent=1)
-        flags.write(args.json, lambda file: file.write(data.encode()))
-    return 0
+    data = {"preset": args.preset, "batch": args.batch, "rows": rows}
+    return files.deliver(("data", args.json, files.numbers(data)))
 
 
 def wanted(args):
@@ -202,7 +199,7 @@ def table(args, counts, laps):
         p, m = args.pp or 1, pieces(args)
         ideal = 1e3 * one / ranks * (m + p - 1) / m if ranks > 1 == counts[0] and p > 1 else None
         rows.append({"ranks": ranks, "tokens_per_s": tokens / step,
-                     "scaling": counts[0] * one / step, "step_ms": 1e3 * step,
+                     "scaling": one / step if counts[0] == 1 else None, "step_ms": 1e3 * step,
                      "step_min_ms": 1e3 * min(mine), "step_max_ms": 1e3 * max(mine),
                      "torch_ms": torch_ms, "ratio_to_torch": torch_ms and 1e3 * step / torch_ms,
                      "ideal_ms": ideal, "ratio_to_ideal": ideal and 1e3 * step / ideal})
@@ -225,7 +222,8 @@ def show(rows):
     print("ranks   tokens/s  scaling   step (ms)     min     max   PyTorch (ms)  ours / PyTorch's")
     for r in rows:
         torch = f"{r['torch_ms']:12.0f}  {r['ratio_to_torch']:16.2f}" if r["torch_ms"] else ""
-        print(f"{r['ranks']:5} {r['tokens_per_s']:10,.0f} {r['scaling']:8.2f} {r['step_ms']:11.0f} "
+        scaling = "-" if r["scaling"] is None else f"{r['scaling']:.2f}"
+        print(f"{r['ranks']:5} {r['tokens_per_s']:10,.0f} {scaling:>8} {r['step_ms']:11.0f} "
               f"{r['step_min_ms']:7.0f} {r['step_max_ms']:7.0f}   {torch}".rstrip())
     for r in rows:
         if r["ideal_ms"]:

@@ -253,6 +253,8 @@ def generate(model, tokens, count, rng):
         for _ in range(count):
             recent = np.array([tokens[-model.config.context:]])
             scores = model.logits(Batch.of(recent)).data[0, -1].astype(np.float64)
+            if not np.isfinite(scores.max()):
+                raise FloatingPointError(f"the best score of a next token is {scores.max()}")
             weights = np.exp(scores - scores.max())
             tokens.append(int(rng.choice(len(weights), p=weights / weights.sum())))
     return tokens
