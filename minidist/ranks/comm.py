@@ -288,7 +288,8 @@ def join():
         from minidist.ranks import processes
     except (ImportError, RuntimeError) as error:            # no mpi4py; mpi4py finds no library
         if environment.launched():
-            raise BadInput(environment.lacking() or f"{error}: pip install mpich") from None
+            raise BadInput(environment.lacking() or f"this Python has no mpi4py that works "
+                           f"({error}): pip install mpi4py mpich") from None
         return solo()
     wire = processes.start()
     safety.install(wire)
