@@ -24,6 +24,7 @@ import functools
 
 from minidist import BadInput, collectives
 from minidist.engine import functional
+from minidist.engine.dtypes import product, summed
 from minidist.engine.tensor import Tensor, no_grad
 from minidist.mappings import all_gather, reduce_scatter
 from minidist.mesh import adopt
@@ -93,9 +94,9 @@ def all_gather_linear(x, w, b, comm):
 
         def of_weight():
             x_full = collectives.all_gather(mine, comm, TOKENS)
-            return rows.T @ x_full.reshape(-1, x_full.shape[-1])
+            return product(rows.T, x_full.reshape(-1, x_full.shape[-1]))
 
-        of_x = collectives.reduce_scatter(g @ w.data, comm, TOKENS)
-        return (of_x, of_weight) if b is None else (of_x, of_weight, lambda: rows.sum(0))
+        of_x = collectives.reduce_scatter(product(g, w.data), comm, TOKENS)
+        return (of_x, of_weight) if b is None else (of_x, of_weight, lambda: summed(rows, 0))
 
     return Tensor(y.data, (x, w) if b is None else (x, w, b), vjp)

@@ -20,7 +20,7 @@ Paper:  Vaswani et al. 2017; Ainslie et al. 2023 (grouped queries)
 """
 import numpy as np
 
-from .dtypes import widened
+from .dtypes import product, widened
 from .tensor import Tensor
 
 TILE = 64                                # queries at a time
@@ -110,7 +110,7 @@ def _forward(plan, masks, qs, ks, vs, result):
         p, top, total = _softmax(scores, hidden, qs.dtype)
         tiles.append((mine, seen, p))
         kept = p if masks is None else p * masks[seen][..., mine[-1]]
-        np.matmul(kept.swapaxes(-1, -2), vs[seen], out=result[mine][..., :e])
+        product(kept.swapaxes(-1, -2), vs[seen], out=result[mine][..., :e])
         if result.shape[-1] > e:
             with np.errstate(divide="ignore"):              # log 0 = -inf is what is meant
                 result[mine][..., e] = (top + np.log(total))[..., 0, :]
@@ -121,7 +121,7 @@ def _backward(tiles, masks, arrays, gradients):
     """Fill in the gradients of scaled queries, keys, values.  dot: sum of weight x its gradient"""
     (g, dot, qs, ks, vs), (gq, gk, gv) = arrays, gradients
     for mine, seen, p in tiles:
-        gp, kept = vs[seen] @ g[mine].swapaxes(-1, -2), p
+        gp, kept = widened(vs[seen]) @ widened(g[mine]).swapaxes(-1, -2), p
         if masks is not None:
             mask = masks[seen][..., mine[-1]]
             gp, kept = gp * mask, p * mask
@@ -130,7 +130,7 @@ def _backward(tiles, masks, arrays, gradients):
         gp -= dot[mine][..., None, :]
         gp *= p                                             # now the gradient of the scores
         _sum_groups(gk[seen], gp, qs[mine], first)
-        np.matmul(gp.swapaxes(-1, -2), ks[seen], out=gq[mine])
+        product(gp.swapaxes(-1, -2), ks[seen], out=gq[mine])
 
 
 def _tiles(shape, S, causal, ids, key_ids, dtype):
@@ -172,6 +172,6 @@ def _sum_groups(total, weights, x, first):
     total = total[:, :, 0]
     for i in range(weights.shape[2]):
         if first and i == 0:
-            np.matmul(weights[:, :, i], x[:, :, i], out=total)
+            product(weights[:, :, i], x[:, :, i], out=total)
         else:
-            total += weights[:, :, i] @ x[:, :, i]
+            total += product(weights[:, :, i], x[:, :, i])

@@ -27,6 +27,19 @@ def widened(a):
     return a.astype(np.float32) if a.dtype == np.float16 else a
 
 
+def product(a, b, out=None):
+    """a @ b; of float16 in float32, rounded once.  [..., n, k], [..., k, m] -> [..., n, m]
+
+    NumPy has no 16-bit BLAS; its own loop is 35 times slower, and rounds every partial sum."""
+    if a.dtype != np.float16 and b.dtype != np.float16:
+        return np.matmul(a, b, out=out)
+    y = widened(a) @ widened(b)
+    if out is None:
+        return y.astype(np.result_type(a, b), copy=False)
+    out[...] = y
+    return out
+
+
 def summed(a, dim=None, keepdims=False):
     """Sum over axes, in float32 at the least, and give the result a's dtype."""
     y = widened(a).sum(dim, keepdims=keepdims)

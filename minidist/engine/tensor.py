@@ -16,7 +16,7 @@ import types
 
 import numpy as np
 
-from .dtypes import common, summed
+from .dtypes import common, product, summed
 from .graph import Node, Part, fixed, graph_bytes, mark_changed
 from .tape import (Sum, after_backward, deliver, is_grad_enabled, loss_scale, no_grad, propagate,
                    replay, replaying, run_deferred)
@@ -201,9 +201,9 @@ def matmul(a, b):
     sa, sb = a.shape, b.shape
 
     def vjp(g):
-        return (None if for_a is None else _fit(g @ for_a.data.swapaxes(-1, -2), sa),
-                None if for_b is None else _fit(for_b.data.swapaxes(-1, -2) @ g, sb))
-    return Tensor(a.data @ b.data, (a, b), vjp)
+        return (None if for_a is None else _fit(product(g, for_a.data.swapaxes(-1, -2)), sa),
+                None if for_b is None else _fit(product(for_b.data.swapaxes(-1, -2), g), sb))
+    return Tensor(product(a.data, b.data), (a, b), vjp)
 
 
 def exp(x):
