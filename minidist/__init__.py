@@ -11,7 +11,7 @@
 
     where the two worlds meet        mesh mappings placement buckets schedules
     one technique each               dp zero tp sp pp flash cp ulysses moe ep
-                                     recompute offload
+                                     recompute offload precision
     the whole                        step parallel verify ledger trace checkpoint storage
                                      progress flags files
     commands                         train simulate dryrun doctor

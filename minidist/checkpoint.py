@@ -200,6 +200,8 @@ def load(found, model, optimizer=None, mesh=None):
         p.changed()
     if optimizer:
         for name, value in found.index["counters"].items():
+            if isinstance(value, list):                     # a tuple with names, as JSON keeps it
+                value = type(getattr(optimizer, name))(*value)
             setattr(optimizer, name, value)
         for hook in optimizer.after_step:
             hook()

@@ -2,7 +2,7 @@
 
     P   parameters        what the model is                 |  the same, whatever the batch
     G   gradients         grows while backward runs         |
-    O   optimizer state   two moments for AdamW             |
+    O   optimizer state   two moments for AdamW; masters    |
     A   activations       grows while forward runs, shrinks while backward does; with the batch
 
 Every number is a sum over arrays that are alive now, each buffer counted once; cost predicts them.
@@ -164,6 +164,7 @@ def elsewhere(array):
 def here(optimizer):
     """List the arrays of an optimizer's state that are here; the chunks that pass by, too."""
     state = [[x for x in arrays if not elsewhere(x)] for arrays in optimizer.state.values()]
+    state += [list(optimizer.masters.values())]
     offload = getattr(optimizer, "offload", None)
     return [*state, [offload.buffers]] if offload else state
 

@@ -10,6 +10,7 @@
     --pp 4            4 ranks, each with some of the layers              minidist.pp
     --recompute sqrt  keep less of the forward, compute it again         minidist.recompute
     --offload DIR     optimizer state in a file, here chunk by chunk     minidist.offload
+    --precision fp16  parameters, activations, messages of 16 bits       minidist.precision
 
 Strategies are functions on models, so composing them is applying one after another, always in the
 order of STRATEGIES. The product of all sizes is the number of ranks; replicas take the ranks that
@@ -21,8 +22,8 @@ import hashlib
 import math
 from functools import partial
 
-from minidist import (BadInput, cp, ep, flags, flash, moe, offload, pp, recompute, schedules, sp,
-                      tp, zero)
+from minidist import (BadInput, cp, ep, flags, flash, moe, offload, pp, precision, recompute,
+                      schedules, sp, tp, zero)
 from minidist.dp import DistributedDataParallel
 from minidist.mesh import AXES, DeviceMesh, notes
 from minidist.ranks import comm, environment
@@ -64,6 +65,9 @@ def add_memory_flags(group):
     group.add_argument("--offload", metavar="DIR",
                        help="keep optimizer state, and with --zero 3 parameters, in a file in DIR "
                             "that is gone when the run ends; it passes by in chunks")
+    group.add_argument("--precision", choices=precision.FORMS,
+                       help="parameters and activations of 16 bits, masters of 32; fp16 scales "
+                            "its losses, bf16 lies in float32 arrays, for NumPy has none")
 
 
 def make_mesh(args, world=None):
@@ -114,6 +118,7 @@ def axis_sizes(args, ranks):
                        "stage of --pp; use --zero 1, or leave out --pp")
     refuse_recompute(args, sizes)
     refuse_experts(args)
+    refuse_precision(args)
     if args.batch < sizes["dp"]:
         raise BadInput(f"{args.batch} sequences do not give each of {sizes['dp']} replicas one; "
                        f"use --batch {sizes['dp']} or more")
@@ -149,12 +154,25 @@ def refuse_experts(args):
                        "on; leave it out, or --experts")
 
 
+def refuse_precision(args):
+    """Raise BadInput if --precision does not go with the rest."""
+    if getattr(args, "precision", None) is None:
+        return
+    if getattr(args, "offload", None):
+        raise BadInput("--offload moves what the optimizer writes together with its state, and the "
+                       "masters of --precision are of another size than the parameters and their "
+                       "gradients; leave out one of the two")
+    if getattr(args, "experts", None):
+        raise BadInput("a router in 16 bits would choose other experts wherever two scores are as "
+                       "good as equal, so --experts is for float32; leave out --precision")
+
+
 def spread(model, mesh, sequence=None, **options):
     """Apply to a plain model every strategy that the mesh and the options ask for.  Collective.
 
     sequence: what --sp says; None: no sequence parallelism.  attention, method, zero: what
     --attention, --cp-method and --zero say.  recompute: what --recompute
-    says.  schedule, chunks: see pp.split."""
+    says.  schedule, chunks: see pp.split.  precision: what --precision says."""
     for strategy in STRATEGIES:
         model = strategy(model, mesh, dict(options, sequence=sequence))
     return model
@@ -195,6 +213,11 @@ def stages(model, mesh, options):
     return pp.split(model, mesh["pp"], options.get("schedule") or "1f1b", options.get("chunks"))
 
 
+def half(model, mesh, options):
+    """Hold and compute in 16 bits: with the layers that are mine, before buckets are made."""
+    return precision.use(model, options.get("precision"))
+
+
 def again(model, mesh, options):
     """Compute again in backward what forward does not keep: inside of ZeRO, so that it sees one
     forward and one backward of each part."""
@@ -219,8 +242,8 @@ def equip(optimizer, model, mesh=None, folder=None):
         zero.attach(optimizer, model)
     if folder:
         offload.attach(optimizer, model, partial(offload.File, folder=folder), mesh and mesh.world)
-    return optimizer
+    return precision.attach(optimizer, getattr(model, "precision", None))
 
 
 # In the order in which they are applied to a plain model.
-STRATEGIES = [tiles, tensor, experts, context, stages, again, replicas]
+STRATEGIES = [tiles, tensor, experts, context, stages, half, again, replicas]

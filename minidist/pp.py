@@ -101,11 +101,15 @@ class Pipeline:
     def __init__(self, model, comm, plan, parts):
         self.model, self.comm, self.plan = model, comm, plan
         self.parts = parts                                  # [chunk] -> names of its parts
-        self.dtype = model.parameters()[0].dtype            # of what travels
         # Two ranks may have several borders between them, and meet them in different orders.
         self.groups = {(kind, chunk): comm.split(0, name=comm.name)
                        for kind in "FB" for chunk in range(plan.v)}
         self.listeners = []                                 # called with (action, start, end)
+
+    @property
+    def dtype(self):
+        """Of what travels: that of the parameters, now."""
+        return self.model.parameters()[0].dtype
 
     def deliveries(self, microbatches):
         """Count the gradients that a step delivers to each parameter.  -> {name: number}"""
@@ -137,7 +141,7 @@ class Pipeline:
         if batch.targets is None:
             raise ValueError("the scores of a pipeline exist on its last stage only: gather the "
                              "parameters into a plain model (placement.everything) to sample")
-        x, roots, loss, rank = None, [], np.zeros((), self.dtype), self.comm.rank
+        x, roots, loss, rank = None, [], np.zeros(()), self.comm.rank
         for chunk in range(self.plan.v):
             before, after = self.plan.neighbours(rank, ("F", 0, chunk))
             if before is not None and self.plan.home(before)[0] != rank:

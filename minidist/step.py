@@ -14,6 +14,7 @@ import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+from minidist import precision
 from minidist.engine.optim import clip_scale
 from minidist.mesh import AXES, mesh_of
 from minidist.placement import finalize, grad_norm, total
@@ -24,10 +25,17 @@ PARTS = [axis for axis in AXES if AXES[axis].tokens or AXES[axis].stages]    # o
 
 @dataclass(frozen=True)
 class Step:
-    """Report one step: mean loss per target, number of targets, gradient norm before clipping."""
+    """Report one step: mean loss per target, number of targets, gradient norm before clipping.
+
+    scale: what losses were multiplied by.  norm inf: the step was skipped, see precision.update."""
     loss: float
     count: int
     norm: float
+    scale: float = 1.0
+
+    @property
+    def skipped(self):
+        return math.isinf(self.norm)
 
 
 def train_step(model, batch, optimizer, mesh=None, num_microbatches=1, max_norm=None,
@@ -38,27 +46,41 @@ def train_step(model, batch, optimizer, mesh=None, num_microbatches=1, max_norm=
     passes(model, micro-batches) -> loss sum: how the forward and backward passes are run
     (None: as the model says, a pipeline by a schedule; else one by one).
     Collective: every rank calls, with the whole batch, and gets the same Step.
-    Raises FloatingPointError, before anything is updated, if a gradient is infinite or NaN."""
-    mesh = mesh_of(model, mesh)
+    Raises FloatingPointError, before anything is updated, if a gradient is infinite or NaN; with a
+    loss scale the step is skipped instead."""
+    mesh, scale = mesh_of(model, mesh), getattr(optimizer, "loss_scale", None)
     params = model.parameters()
     model.zero_grad()
     mine = model.localize(batch)
-    with summing(model, num_microbatches):
+    with precision.scaled(scale), summing(model, num_microbatches):
         passes = passes or getattr(model, "passes", accumulate)
         loss = passes(model, mine.split(num_microbatches))
     loss, count = summed(loss, mine.count, mesh)
     if count == 0:
         model.zero_grad()
         return Step(0.0, 0, 0.0)
+    finish = update if scale is None else precision.update
+    norm = finish(optimizer, params, mesh, count, max_norm)
+    step = Step(loss / count, count, norm, scale.value if scale else 1.0)
+    if step.skipped:
+        model.zero_grad()
+    else:
+        for hook in getattr(model, "after_step", ()):
+            hook()
+    return step
+
+
+def update(optimizer, params, mesh, count, max_norm):
+    """Update from sums of gradients.  -> norm of the mean gradient, before clipping
+
+    Collective.  Raises FloatingPointError, on all ranks alike, if the norm is not finite."""
     finalize(params, mesh, count)
     norm = grad_norm(params, mesh)
-    if not math.isfinite(norm):                              # on all ranks alike
-        raise FloatingPointError(f"the norm of the gradients is {norm}, at a loss of "
-                                 f"{loss / count}: no step was taken, nothing has changed")
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"the norm of the gradients is {norm}: no step was taken, nothing "
+                                 "has changed")
     optimizer.step(clip_scale(norm, max_norm))
-    for hook in getattr(model, "after_step", ()):
-        hook()
-    return Step(loss / count, count, norm)
+    return norm
 
 
 def accumulate(model, batches):

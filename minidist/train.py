@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minidist import BadInput, cost, files, flags, ledger, moe, parallel, verify
+from minidist import BadInput, cost, files, flags, ledger, moe, parallel, precision, verify
 from minidist.engine import gpt
 from minidist.engine.data import Corpus, default_text, read_text
 from minidist.engine.nn import digest
@@ -64,6 +64,8 @@ def options(argv=None):
     if args.verify and args.dtype == "float32":
         raise BadInput("--verify compares in float64, where 1e-11 is far above rounding and far "
                        "below any mistake; leave out --dtype float32")
+    if args.precision and args.dtype and not args.verify:
+        raise BadInput(f"--precision {args.precision} says what is computed in; leave out --dtype")
     if args.grad_accum is None:
         stages = args.pp if args.pp and args.pp > 1 else 0
         args.grad_accum = max(1, min(4 * stages, args.batch // (args.dp or 1)))
@@ -106,8 +108,10 @@ def build(o):
 
     model = parallel.spread(plain(o, config), mesh, o.sp, attention=o.attention,
                             method=o.cp_method, schedule=o.schedule, chunks=o.chunks, zero=o.zero,
-                            recompute=o.recompute)
-    twin = verify.Twin(lambda: plain(o, config), optimizer, mesh) if o.verify else None
+                            recompute=o.recompute, precision=o.precision)
+    twin = verify.Twin(lambda: precision.use(plain(o, config), o.precision),
+                       lambda params: precision.attach(optimizer(params), o.precision),
+                       mesh) if o.verify else None
     ours = parallel.equip(optimizer(model.parameters()), model, mesh, o.offload)
     return Run(corpus, config, mesh, model, ours, twin)
 
@@ -244,7 +248,7 @@ def headline(run, o):
                f"{cost.active_parameters(size):,} parameters\n" if size.E else "")
     text, characters = o.text or "Unicode names", len(run.corpus.tokens)
     return (f"{o.preset}: {c.layers} layers of width {c.width}, {c.heads} heads, "
-            f"{cost.gpt_parameters(size):,} parameters in {o.dtype}\n"
+            f"{cost.gpt_parameters(size):,} parameters in {o.precision or o.dtype}\n"
             f"{experts}{text}: {characters:,} characters, {c.vocab} different; "
             f"{o.batch} x {c.context} tokens per step, on {run.mesh.describe()}")
 

@@ -103,7 +103,8 @@ class Twin:
                 found = self.differences(ours, batch, max_norm)
         self.note(found, unequal)
         if self.mesh.world.rank == 0 and self.verdict.equal:
-            self.take_over(ours, getattr(optimizer, "t", self.optimizer.t))
+            self.take_over(ours, getattr(optimizer, "t", self.optimizer.t),
+                           self.optimizer.loss_scale)
             self.start = self.numbers()
         return self.verdict
 
@@ -122,18 +123,21 @@ class Twin:
 
     def numbers(self):
         """Copy parameters and optimizer state."""
-        found = gathered(self.model.parameters(), self.optimizer)
-        return {what: np.array(x) for what, x in found.items()}, self.optimizer.t
+        found, optimizer = gathered(self.model.parameters(), self.optimizer), self.optimizer
+        return {what: np.array(x) for what, x in found.items()}, optimizer.t, optimizer.loss_scale
 
-    def take_over(self, numbers, t):
-        """Go on from these parameters, this optimizer state and this step count."""
+    def take_over(self, numbers, t, loss_scale):
+        """Go on from these parameters, this optimizer state, step count and loss scale."""
         for p in self.model.parameters():
             p.data[...] = numbers[f"{p.name} parameter"]
             state = [what for what in numbers if what.startswith(f"{p.name} optimizer state ")]
+            arrays = [np.array(numbers[what]) for what in state]
             self.optimizer.state.pop(p.name, None)
-            if state:
-                self.optimizer.state[p.name] = tuple(np.array(numbers[what]) for what in state)
-        self.optimizer.t = t
+            if p.name in self.optimizer.masters:
+                self.optimizer.masters[p.name] = arrays.pop()
+            if arrays:
+                self.optimizer.state[p.name] = tuple(arrays)
+        self.optimizer.t, self.optimizer.loss_scale = t, loss_scale
 
     def beyond_rounding(self, found, ours, reference, batch, max_norm):
         """Measure differences anew, against what rounding alone can move.
@@ -141,6 +145,7 @@ class Twin:
         The step is repeated from parameters moved by at most one unit in the last place, and with
         its sums in another order: one row after the other."""
         moved, rng = dict.fromkeys(reference, 0.0), np.random.default_rng(0)
+        scale_after = self.optimizer.loss_scale
         for _ in range(TRIALS):
             self.take_over(*self.start)
             for p in self.model.parameters():
@@ -148,6 +153,7 @@ class Twin:
             for what, x in self.take_step(batch, max_norm, len(batch.rows)).items():
                 if what in moved:
                     moved[what] = max(moved[what], size(x - reference[what]))
+        self.optimizer.loss_scale = scale_after
         return {what: min(gap, self.verdict.bound * size(ours[what] - reference[what])
                           / (NOISE * moved[what])) if moved.get(what) and what in ours else gap
                 for what, gap in found.items()}
@@ -228,15 +234,17 @@ def gathered(params, optimizer):
         found[f"{p.name} parameter"] = join(p, p.data)
         if p.grad is not None:
             found[f"{p.name} gradient"] = join(p, p.grad, sliced=True)
-        for i, x in enumerate(getattr(optimizer, "state", {}).get(p.name, ())):
+        for i, x in enumerate(optimizer.kept(p) if hasattr(optimizer, "kept") else ()):
             found[f"{p.name} optimizer state {i}"] = join(p, x, sliced=True)
     return found
 
 
 def reported(step):
     """List what a Step says."""
-    return {"loss": np.array(step.loss), "gradient norm": np.array(step.norm),
-            "number of targets": np.array(float(step.count))}
+    said = dict(loss=step.loss, skipped=step.skipped)
+    said |= {"gradient norm": 0 if step.skipped else step.norm, "loss scale": step.scale,
+             "number of targets": step.count}
+    return {what: np.array(float(x)) for what, x in said.items()}
 
 
 def compare(ours, reference):

@@ -235,7 +235,7 @@ def test_many_steps_of_any_optimizer_hold_the_bound(seed):
 
 def test_without_the_same_state_they_would_not(monkeypatch):
     """The old way, for the record: the twin goes on from its own numbers."""
-    monkeypatch.setattr(verify.Twin, "take_over", lambda self, numbers, t: None)
+    monkeypatch.setattr(verify.Twin, "take_over", lambda self, *numbers: None)
     monkeypatch.setattr(verify.Twin, "beyond_rounding", lambda self, found, *rest: found)
     assert not long_run(0).equal
 

@@ -17,7 +17,7 @@ from minidist.cost.messages import (                                            
 from minidist.cost.model import (                                                # noqa: F401
     GPT3, Kept, Sizes, Work, active_parameters, at_least, attention_work, block_activations,
     gpt_activations, gpt_flops, gpt_parameters, linear_work, recomputed_activations,
-    recomputed_flops, selective_activations, textbook_activations, tiles)
+    recomputed_flops, selective_activations, state_bytes, textbook_activations, tiles)
 from minidist.cost.shards import (                                               # noqa: F401
     Moved, offload, zero, zero_held, zero_memory, zero_parts)
 from minidist.cost.strategies import (                                           # noqa: F401

@@ -136,14 +136,22 @@ def tiles(T, tile):
     return sum(min(tile, T - i) * min(i + tile, T) for i in range(0, T, tile))
 
 
-def gpt_activations(sizes, targets=None):
+def state_bytes(form=None):
+    """Bytes of each parameter, its gradient, and AdamW's state of it with the master in it.
+
+    form: fp16, bf16 (in arrays of 16 bits), or None for fp32.  A bf16 weight's gradient is fp32."""
+    return {"fp16": (2, 2, 12), "bf16": (2, 4, 12)}.get(form, (4, 4, 8))
+
+
+def gpt_activations(sizes, targets=None, loss=None):
     """Bytes that a GPT keeps between forward and backward.
 
-    targets: how many tokens have one; None: all."""
+    targets: how many tokens have one; None: all.  loss: bytes per number of the softmax in the
+    loss, 4 for a model in 16 bits; None: as everywhere."""
     N, D, w = sizes.N, sizes.D, sizes.w
     targets = N if targets is None else targets
     embed = 8 * (N + sizes.T) + (N * D * w if sizes.dropout else 0)      # ids, positions; mask
-    head = (2 * N * D + N + N * sizes.V) * w + 2 * 8 * targets    # norm, its output, softmax, index
+    head = (2 * N * D + N) * w + N * sizes.V * (loss or w) + 16 * targets     # softmax, index last
     return embed + sizes.L * sum(kept.bytes for kept in block_activations(sizes)) + head
 
 

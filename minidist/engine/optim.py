@@ -14,6 +14,8 @@ import math
 
 import numpy as np
 
+from .dtypes import widened
+
 CHUNK = 1 << 14                 # elements: parameter, gradient, two moments and a scratch fit in L2
 
 
@@ -44,9 +46,11 @@ class Optimizer:
     targets       yields the pieces that are updated one by one: all of each target, or less
     moments       moments(p, piece) -> the state of this piece, an array for each moment_name
     after_step    functions of nothing, called in order when all targets are written
+    masters       arrays that are written in the place of parameters of fewer bits, by name
+    loss_scale    what losses are multiplied by before backward, for 16-bit gradients (None: 1)
 
     What the next update depends on, besides the parameters: `moments`, arrays per parameter that
-    moment_names names in order, and `counters`, the names of fields that are numbers.
+    moment_names names in order, and `counters`, the names of fields that are numbers, or tuples.
     """
 
     moment_names = ()
@@ -63,7 +67,7 @@ class Optimizer:
         self.t = 0
         self.rate = None                        # the learning rate of the last update
         self.state = {}                         # parameter name -> arrays shaped as its target
-        self.after_step = []
+        self.after_step, self.masters, self.loss_scale = [], {}, None
 
     def target(self, p):
         """Say what is written, and with which gradient: the whole of what this rank holds."""
@@ -91,6 +95,11 @@ class Optimizer:
             self.state[p.name] = tuple(np.zeros_like(w) for _ in self.moment_names)
         return self.state[p.name]
 
+    def kept(self, p):
+        """List what is kept for a parameter from step to step: its moments, then its master."""
+        masters = [self.masters[p.name]] if p.name in self.masters else []
+        return [*self.state.get(p.name, ()), *masters]
+
     def decay(self, p):
         """Say how strongly this parameter is pulled to zero: matrices only, not biases or norms."""
         return self.weight_decay if p.decay else 0.0
@@ -112,7 +121,7 @@ class SGD(Optimizer):
     def update(self, p, target, grad, scale):
         decay = self.decay(p)
         for w, g, *sums, step in slabs(target, grad, *self.moments(p, target)):
-            np.multiply(g, scale, out=step)
+            np.multiply(g, scale, out=step, dtype=step.dtype)
             if decay:
                 step += decay * w
             for total in sums:
@@ -138,7 +147,7 @@ class AdamW(Optimizer):
         size = self.rate * root / (1 - b1 ** self.t)
         keep = 1 - self.rate * self.decay(p)
         for w, g, m, v, s in slabs(target, grad, *self.moments(p, target)):
-            np.multiply(g, scale * (1 - b1), out=s)
+            np.multiply(g, scale * (1 - b1), out=s, dtype=s.dtype)
             m *= b1
             m += s                                             # m = b1 m + (1 - b1) g
             s *= s
@@ -171,7 +180,7 @@ def clip_scale(norm, max_norm):
 def square_sum(params):
     """Add up the squares of all gradients' elements."""
     grads = (p.grad for p in params if p.grad is not None)
-    return sum(float(np.vdot(g, g)) for grad in grads for g, _ in slabs(grad))
+    return sum(float(np.vdot(g, g)) for grad in grads for g in (widened(g) for g, _ in slabs(grad)))
 
 
 def clip_grad_norm(params, max_norm):

@@ -9,6 +9,7 @@ calls in the same order, as a CUDA stream does for NCCL. MPI moves large message
 calls: a thread that sits in the call is what makes the overlap real (NumPy's matrix products
 release the interpreter).
 """
+import contextvars
 import sys
 import threading
 
@@ -88,6 +89,7 @@ class Work:
 
     def __init__(self, stream, fn, args, last=False):
         self.stream, self.fn, self.args, self.last = stream, fn, args, last
+        self.context = contextvars.copy_context()             # np.errstate is in it
         self.result = self.error = None
         self.done = stream.caller.queue()
         self.origin = report.user_line(sys._getframe(2))      # what a report of a hang points at
@@ -98,7 +100,7 @@ class Work:
         if self.error is None:
             status.failed = ""
             try:
-                self.result = self.fn(*self.args, comm=stream.comm)
+                self.result = self.context.run(self.fn, *self.args, comm=stream.comm)
             except BaseException as error:                     # noqa: BLE001  (raised by wait)
                 self.error = stream.error = error
                 status.failed, status.now = f"raised {report.words(error, repr)}", None
