@@ -103,8 +103,7 @@ class Twin:
                 found = self.differences(ours, batch, max_norm)
         self.note(found, unequal)
         if self.mesh.world.rank == 0 and self.verdict.equal:
-            self.take_over(ours, getattr(optimizer, "t", self.optimizer.t),
-                           self.optimizer.loss_scale)
+            self.take_over(ours, getattr(optimizer, "t", self.optimizer.t))
             self.start = self.numbers()
         return self.verdict
 
@@ -123,21 +122,17 @@ class Twin:
 
     def numbers(self):
         """Copy parameters and optimizer state."""
-        found, optimizer = gathered(self.model.parameters(), self.optimizer), self.optimizer
-        return {what: np.array(x) for what, x in found.items()}, optimizer.t, optimizer.loss_scale
+        found = gathered(self.model.parameters(), self.optimizer)
+        self.scale = self.optimizer.loss_scale
+        return {what: np.array(x) for what, x in found.items()}, self.optimizer.t
 
-    def take_over(self, numbers, t, loss_scale):
-        """Go on from these parameters, this optimizer state, step count and loss scale."""
+    def take_over(self, numbers, t):
+        """Go on from these parameters, this optimizer state and this step count."""
         for p in self.model.parameters():
             p.data[...] = numbers[f"{p.name} parameter"]
             state = [what for what in numbers if what.startswith(f"{p.name} optimizer state ")]
-            arrays = [np.array(numbers[what]) for what in state]
-            self.optimizer.state.pop(p.name, None)
-            if p.name in self.optimizer.masters:
-                self.optimizer.masters[p.name] = arrays.pop()
-            if arrays:
-                self.optimizer.state[p.name] = tuple(arrays)
-        self.optimizer.t, self.optimizer.loss_scale = t, loss_scale
+            self.optimizer.keep(p, [np.array(numbers[what]) for what in state])
+        self.optimizer.t = t
 
     def beyond_rounding(self, found, ours, reference, batch, max_norm):
         """Measure differences anew, against what rounding alone can move.
@@ -145,15 +140,16 @@ class Twin:
         The step is repeated from parameters moved by at most one unit in the last place, and with
         its sums in another order: one row after the other."""
         moved, rng = dict.fromkeys(reference, 0.0), np.random.default_rng(0)
-        scale_after = self.optimizer.loss_scale
+        scale = self.optimizer.loss_scale
         for _ in range(TRIALS):
             self.take_over(*self.start)
+            self.optimizer.loss_scale = self.scale
             for p in self.model.parameters():
                 p.data += np.spacing(p.data) * rng.integers(-1, 2, p.shape)
             for what, x in self.take_step(batch, max_norm, len(batch.rows)).items():
                 if what in moved:
                     moved[what] = max(moved[what], size(x - reference[what]))
-        self.optimizer.loss_scale = scale_after
+        self.optimizer.loss_scale = scale
         return {what: min(gap, self.verdict.bound * size(ours[what] - reference[what])
                           / (NOISE * moved[what])) if moved.get(what) and what in ours else gap
                 for what, gap in found.items()}
@@ -241,9 +237,8 @@ def gathered(params, optimizer):
 
 def reported(step):
     """List what a Step says."""
-    said = dict(loss=step.loss, skipped=step.skipped)
-    said |= {"gradient norm": 0 if step.skipped else step.norm, "loss scale": step.scale,
-             "number of targets": step.count}
+    said = {"loss": step.loss, "gradient norm": 0 if step.skipped else step.norm,
+            "loss scale": step.scale, "skipped": step.skipped, "number of targets": step.count}
     return {what: np.array(float(x)) for what, x in said.items()}
 
 

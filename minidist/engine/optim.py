@@ -100,6 +100,15 @@ class Optimizer:
         masters = [self.masters[p.name]] if p.name in self.masters else []
         return [*self.state.get(p.name, ()), *masters]
 
+    def keep(self, p, arrays):
+        """Put what `kept` has listed in the place of what is kept now."""
+        arrays = list(arrays)
+        if p.name in self.masters:
+            self.masters[p.name] = arrays.pop()
+        self.state.pop(p.name, None)
+        if arrays:
+            self.state[p.name] = tuple(arrays)
+
     def decay(self, p):
         """Say how strongly this parameter is pulled to zero: matrices only, not biases or norms."""
         return self.weight_decay if p.decay else 0.0
