@@ -43,12 +43,11 @@ def held(model, optimizer=None, *roots, batch=None):
                  graph_bytes(*map(rooted, roots), exclude=known(model, batch)))
 
 
-def refuse_too_large(config, rows, batch, itemsize):
+def refuse_too_large(sizes, batch):
     """Refuse what cannot fit, whatever else is held: parameters, tokens, and one layer's numbers.
 
-    rows: of a micro-batch on one rank.  A rank makes the whole model before it is cut"""
-    sizes = cost.Sizes.of(config, B=rows, w=itemsize)
-    needed = itemsize * (cost.gpt_parameters(sizes) + sizes.N * sizes.D) + 16 * batch * sizes.T
+    sizes: of a micro-batch on one rank.  A rank makes the whole model before it is cut"""
+    needed = sizes.w * (cost.gpt_parameters(sizes) + sizes.N * sizes.D) + 16 * batch * sizes.T
     if needed > memory():
         raise BadInput(f"a model of width {sizes.D} and {sizes.L} layers and a batch of {batch} "
                        f"take over {needed / 1e9:,.0f} GB, and this machine has "

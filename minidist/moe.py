@@ -50,6 +50,18 @@ class MoEConfig:
             raise BadInput(f"drop = {self.drop!r}: use 'probability' or 'position'")
 
 
+    def sizes(self):
+        """Name what cost.Sizes has to know."""
+        return dict(E=self.experts, k=self.top_k, shared=self.shared, biased=self.bias > 0)
+
+
+def asked(args):
+    """Read the flags of flags.add_experts; without --balance, a bias balances."""
+    rates = {"aux": dict(aux=AUX), "none": {}, "bias": dict(bias=RATE)}[args.balance or "bias"]
+    return MoEConfig(args.experts, args.top_k or min(2, args.experts), args.capacity,
+                     shared=bool(args.shared_expert), **rates)
+
+
 def choose(scores, k):
     """Find the k largest of each row, ties to the lower index.  [n, E] -> [n, k]"""
     return np.argsort(-scores, axis=1, kind="stable")[:, :k]

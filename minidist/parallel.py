@@ -167,6 +167,16 @@ def refuse_precision(args):
                        "good as equal, so --experts is for float32; leave out --precision")
 
 
+def refuse_uneven_passes(args, mesh):
+    """Raise BadInput where experts see other tokens together than in one process, by --verify."""
+    passes = args.grad_accum * (mesh["dp", "cp"].size if args.capacity else 1)
+    if args.verify and passes > 1 and (args.capacity or args.balance == "aux"):
+        what = "--capacity" if args.capacity else "--balance aux"
+        raise BadInput(f"{what} counts the tokens of a pass, and {passes} passes make up a step "
+                       "that one process takes in one; leave out --verify, or use --balance bias "
+                       "without --capacity")
+
+
 def spread(model, mesh, sequence=None, **options):
     """Apply to a plain model every strategy that the mesh and the options ask for.  Collective.
 

@@ -93,15 +93,15 @@ class Run:
 def build(o):
     """Make everything the run needs; raise BadInput for what cannot be made."""
     replaced = {name: getattr(o, name) for name in flags.SIZES if getattr(o, name) is not None}
-    sizes = gpt.sizes(o.preset, **replaced)
+    found = gpt.sizes(o.preset, **replaced)
     mesh = parallel.make_mesh(o)
     text = parallel.agreed(mesh.world, lambda: look_around(o, mesh.world.rank))
     parallel.alike(mesh.world, text=text, command=repr(o))
-    corpus = Corpus(text, sizes["context"])
-    config = gpt.GPTConfig(vocab=corpus.vocab, dropout=o.dropout, **sizes)
+    corpus = Corpus(text, found["context"])
+    config = gpt.GPTConfig(vocab=corpus.vocab, dropout=o.dropout, **found)
     rows = -(-o.batch // (mesh.sizes["dp"] * o.grad_accum))
-    ledger.refuse_too_large(config, rows, o.batch, np.dtype(o.dtype).itemsize)
-    refuse_uneven_passes(o, mesh)
+    ledger.refuse_too_large(sizes(o, config, B=rows, w=np.dtype(o.dtype).itemsize), o.batch)
+    parallel.refuse_uneven_passes(o, mesh)
 
     def optimizer(params):
         return make_optimizer(params, o, config)
@@ -119,25 +119,7 @@ def build(o):
 def plain(o, config):
     """Make the model, in one process."""
     model = gpt.GPT(config, o.seed, np.dtype(o.dtype))
-    return moe.replace_mlps(model, routing(o), o.seed) if o.experts else model
-
-
-def routing(o):
-    """Say how tokens find their experts, as the flags have it."""
-    balance = o.balance or "bias"
-    return moe.MoEConfig(o.experts, o.top_k or min(2, o.experts), o.capacity,
-                         aux=moe.AUX if balance == "aux" else 0.0,
-                         bias=moe.RATE if balance == "bias" else 0.0, shared=bool(o.shared_expert))
-
-
-def refuse_uneven_passes(o, mesh):
-    """Raise BadInput where experts see other tokens together than in one process, by --verify."""
-    passes = o.grad_accum * (mesh["dp", "cp"].size if o.capacity else 1)
-    if o.verify and passes > 1 and (o.capacity or o.balance == "aux"):
-        what = "--capacity" if o.capacity else "--balance aux"
-        raise BadInput(f"{what} counts the tokens of a pass, and {passes} passes make up a step "
-                       "that one process takes in one; leave out --verify, or use --balance bias "
-                       "without --capacity")
+    return moe.replace_mlps(model, moe.asked(o), o.seed) if o.experts else model
 
 
 def look_around(o, rank):
@@ -242,8 +224,7 @@ def sample(model, corpus, o):
 def headline(run, o):
     """Say in two lines, or three with experts, what is about to be trained on what."""
     c = run.config
-    size = cost.Sizes.of(c, E=o.experts or 0, k=routing(o).top_k if o.experts else 1,
-                         shared=bool(o.shared_expert), biased=(o.balance or "bias") == "bias")
+    size = sizes(o, c)
     experts = (f"{size.E} experts, {size.k} for each token, which so meets "
                f"{cost.active_parameters(size):,} parameters\n" if size.E else "")
     text, characters = o.text or "Unicode names", len(run.corpus.tokens)
@@ -251,6 +232,11 @@ def headline(run, o):
             f"{cost.gpt_parameters(size):,} parameters in {o.precision or o.dtype}\n"
             f"{experts}{text}: {characters:,} characters, {c.vocab} different; "
             f"{o.batch} x {c.context} tokens per step, on {run.mesh.describe()}")
+
+
+def sizes(o, config, **others):
+    """Say how large the model is, for the formulas of cost."""
+    return cost.Sizes.of(config, **(moe.asked(o).sizes() if o.experts else {}), **others)
 
 
 def report(o, history, verdict=None, text=None, fingerprint=None):

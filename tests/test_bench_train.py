@@ -31,18 +31,20 @@ def test_ranks_that_cannot_be_are_refused(ranks, words):
     ("", [1, 2, 4], "DDP"), ("--zero 3", [1, 2, 4], "fully_shard"),
     ("--pp 2", [1, 2], "pipelining"), ("--pp 2 --schedule zb-h1", [1, 2], None),
     ("--pp 2 --dp 2", [1, 4], None), ("--pp 2 --ranks 1,2,4", [1, 2, 4], None),
-    ("--tp 2", [1, 2], None)])
+    ("--tp 2", [1, 2], None), ("--experts 4 --ep 2 --ranks 1,2", [1, 2], None)])
 def test_flags_of_strategies_reach_the_jobs(words, counts, other):
     args = asked(*words.split())
     assert bench_train.wanted(args) == counts and bench_train.equal_of(args) == other
     for ranks, given in ((1, asked()), (counts[-1], args)):
         worker = asked(*bench_train.passed_on(args, ranks))
+        assert all(getattr(worker, name) == getattr(args, name) for name in bench_train.MODEL)
         assert all(getattr(worker, name) == getattr(given, name) for name in bench_train.SPREAD)
 
 
 @pytest.mark.parametrize("words, message", [
     ("--schedule gpipe", "use --pp 2 or more"), ("--chunks 2", "use --pp 2 or more"),
     ("--pp 2 --zero 2", "use --zero 1, or leave out --pp"), ("--sp", "use --tp 2"),
+    ("--ep 2", "--ep is about experts"),
     ("--pp 2 --ranks 1,3", "3 ranks are no multiple of the 2"),
     ("--pp 2 --batch 4", "4 sequences do not fill 8 micro-batches; use --microbatches 1 to 4")])
 def test_flags_that_do_not_go_together_are_refused(words, message):

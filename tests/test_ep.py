@@ -303,5 +303,5 @@ def test_flags_that_do_not_go_together(given, words):
     (["--top-k", "1", "--balance", "aux", "--shared-expert"], (1, None, 1e-2, 0, True)),
     (["--capacity", "1.25", "--balance", "none"], (2, 1.25, 0, 0, False))])
 def test_what_the_flags_say_of_the_router(given, kept):
-    r = train.routing(train.options(["--experts", "4", *given]))
+    r = moe.asked(train.options(["--experts", "4", *given]))
     assert (r.top_k, r.capacity, r.aux, r.bias, r.shared) == kept

@@ -18,7 +18,8 @@ ROOMS = {"cost": set(), "engine": set(), "ranks": set(), "collectives": {"cost",
          "meeting": {"cost", "engine", "ranks", "collectives"}}
 ROOMS["technique"] = ROOMS["meeting"] | {"meeting"}
 ROOMS["whole"] = ROOMS["technique"] | {"technique"}
-ROOMS["command"] = ROOMS["bench"] = ROOMS["whole"] | {"whole"}
+ROOMS["command"] = ROOMS["whole"] | {"whole"}
+ROOMS["bench"] = ROOMS["command"] | {"command"}
 TOP = {"meeting": "mesh mappings placement buckets schedules",
        "technique": "dp zero tp sp pp flash cp ulysses moe ep recompute offload precision compress",
        "whole": "step parallel verify ledger trace checkpoint storage progress flags files",

@@ -14,6 +14,7 @@ A pipeline of p stages and m micro-batches takes, at best, one rank's step / p x
 
 Run: python -m minidist.bench train --preset mini --batch 8
      python -m minidist.bench train --preset mini --batch 8 --pp 2
+     python -m minidist.bench train --preset mini --batch 8 --experts 8 --ep 2 --ranks 1,2
 """
 import json
 import math
@@ -27,7 +28,7 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from minidist import BadInput, files, flags, parallel
+from minidist import BadInput, files, flags, moe, parallel
 from minidist.engine import gpt
 from minidist.engine.data import Corpus, default_text
 from minidist.engine.optim import AdamW
@@ -36,7 +37,8 @@ from minidist.step import train_step
 
 OPPONENT = "tests.gloo"                                 # a module: PyTorch is no dependency of ours
 PATIENCE = 600                                          # seconds for one job
-SPREAD = [*parallel.OFFERED, "zero", "sp", "cp_method", "schedule", "chunks"]    # flags of jobs
+SPREAD = [*parallel.OFFERED, "zero", "sp", "cp_method", "schedule", "chunks", "ep"]  # flags of jobs
+MODEL = ["preset", "attention", "experts", "top_k", "capacity", "balance"]      # also of one rank
 
 
 def parser():
@@ -56,6 +58,7 @@ def parser():
     p.add_argument("--alone", action="store_true", help="leave PyTorch out")
     p.add_argument("--json", metavar="FILE", help="write the table as data")
     p.add_argument("--worker", action="store_true", help="be one rank of one job")
+    flags.add_experts(p)
     parallel.add_flags(p)
     return p
 
@@ -65,7 +68,9 @@ def parser():
 def work(args):
     """Be a rank of a job: take the steps; rank 0 prints their seconds."""
     mesh, (config, batches) = parallel.make_mesh(args), task(args)
-    model = parallel.spread(gpt.GPT(config), mesh, args.sp, attention=args.attention,
+    model = gpt.GPT(config)
+    model = moe.replace_mlps(model, moe.asked(args)) if args.experts else model
+    model = parallel.spread(model, mesh, args.sp, attention=args.attention,
                             method=args.cp_method, schedule=args.schedule, chunks=args.chunks,
                             zero=args.zero)
     optimizer, laps = parallel.equip(AdamW(model.parameters(), 1e-4), model), []
@@ -111,7 +116,7 @@ def theirs(args, ranks):
 
 def passed_on(args, ranks):
     """Write down the flags of a job; one rank alone has nothing to spread."""
-    names = ["preset", "batch", "steps", "microbatches", "attention"] + SPREAD * (ranks > 1)
+    names = [*MODEL, "batch", "steps", "microbatches"] + SPREAD * (ranks > 1)
     given = {name: getattr(args, name) for name in names}
     return [word for name, value in given.items() if value is not None
             for word in ("--" + name.replace("_", "-"), str(value))]
@@ -179,7 +184,7 @@ def wanted(args):
 
 def equal_of(args):
     """Name what of PyTorch does the same, if anything does."""
-    if any((getattr(args, axis) or 1) > 1 for axis in ("tp", "cp")):
+    if args.experts or any((getattr(args, axis) or 1) > 1 for axis in ("tp", "cp")):
         return None
     if (args.pp or 1) > 1:
         alone = (args.dp or 1) == 1 and set(args.ranks.split(",")) <= {"1", str(args.pp)}
