@@ -70,9 +70,14 @@ def add_memory_flags(group):
                             "its losses, bf16 lies in float32 arrays, for NumPy has none")
 
 
+def running():
+    """All ranks that have been started with this one."""
+    return comm.world() if environment.launched() else comm.solo()
+
+
 def make_mesh(args, world=None):
     """Lay the running ranks out as the flags say; BadInput if they do not fit.  Collective."""
-    world = world or (comm.world() if environment.launched() else comm.solo())
+    world = world or running()
     return DeviceMesh(world, **axis_sizes(args, world.size), ep=getattr(args, "ep", None) or 1)
 
 

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from minidist import BadInput, cost, files, flags, ledger, moe, parallel, precision, verify
+from minidist import (BadInput, checkpoint, cost, files, flags, ledger, models, moe, parallel,
+                      precision, verify)
 from minidist.engine import gpt
 from minidist.engine.data import Corpus, default_text, read_text
 from minidist.engine.nn import digest
-from minidist.engine.optim import SGD, AdamW, warmup_cosine
 from minidist.engine.tensor import no_grad
 from minidist.mesh import DeviceMesh
 from minidist.placement import everything
@@ -49,10 +49,12 @@ def parser():
                              f"the first N steps, each from the same start (default {VERIFIED})")
     spread.add_argument("--audit", action="store_true",
                         help="list how every parameter lies on the ranks")
+    checkpoint.add_flags(p)
     output = p.add_argument_group("output")
     output.add_argument("--sample", type=flags.integer(0), default=200, metavar="N",
                         help="characters to write at the end (default 200)")
-    output.add_argument("--out", default="out", metavar="DIR", help="for loss.png (default out)")
+    output.add_argument("--out", default="out", metavar="DIR",
+                        help="for loss.png and checkpoints (default out)")
     output.add_argument("--no-figure", action="store_true", help="draw nothing")
     output.add_argument("--json", metavar="FILE", help="write what was printed, as data")
     return p
@@ -60,7 +62,9 @@ def parser():
 
 def options(argv=None):
     """Read the flags and fill in what follows from others.  -> named tuple, so nobody changes it"""
-    args = parser().parse_args(argv)
+    args, found = parser().parse_args(argv), None
+    if args.resume:
+        args, found = checkpoint.again(parser(), argv, parallel.running())
     if args.verify and args.dtype == "float32":
         raise BadInput("--verify compares in float64, where 1e-11 is far above rounding and far "
                        "below any mistake; leave out --dtype float32")
@@ -73,7 +77,9 @@ def options(argv=None):
         raise BadInput(f"{args.batch} sequences do not fill {args.grad_accum} pieces; use "
                        f"--grad-accum 1 to {args.batch}")
     args.dtype = args.dtype or ("float64" if args.verify else "float32")
-    args.eps = verify.ADAMW_EPS if args.verify else 1e-8
+    if found is None:
+        args.eps = verify.ADAMW_EPS if args.verify else 1e-8
+    args.found = found
     return namedtuple("Options", vars(args))(**vars(args))
 
 
@@ -88,44 +94,42 @@ class Run:
     model: object
     optimizer: object
     twin: verify.Twin | None                                # the same training in one process
+    history: History
 
 
 def build(o):
     """Make everything the run needs; raise BadInput for what cannot be made."""
-    replaced = {name: getattr(o, name) for name in flags.SIZES if getattr(o, name) is not None}
-    found = gpt.sizes(o.preset, **replaced)
     mesh = parallel.make_mesh(o)
     text = parallel.agreed(mesh.world, lambda: look_around(o, mesh.world.rank))
     parallel.alike(mesh.world, text=text, command=repr(o))
-    corpus = Corpus(text, found["context"])
-    config = gpt.GPTConfig(vocab=corpus.vocab, dropout=o.dropout, **found)
+    corpus = Corpus(text, models.sizes(o)["context"])
+    config = models.configure(o, corpus.vocab)
     rows = -(-o.batch // (mesh.sizes["dp"] * o.grad_accum))
     ledger.refuse_too_large(sizes(o, config, B=rows, w=np.dtype(o.dtype).itemsize), o.batch)
     parallel.refuse_uneven_passes(o, mesh)
 
     def optimizer(params):
-        return make_optimizer(params, o, config)
+        return models.make_optimizer(params, o, config)
 
-    model = parallel.spread(plain(o, config), mesh, o.sp, attention=o.attention,
+    model = parallel.spread(models.plain(o, config), mesh, o.sp, attention=o.attention,
                             method=o.cp_method, schedule=o.schedule, chunks=o.chunks, zero=o.zero,
                             recompute=o.recompute, precision=o.precision)
-    twin = verify.Twin(lambda: precision.use(plain(o, config), o.precision),
+    twin = verify.Twin(lambda: precision.use(models.plain(o, config), o.precision),
                        lambda params: precision.attach(optimizer(params), o.precision),
                        mesh) if o.verify else None
     ours = parallel.equip(optimizer(model.parameters()), model, mesh, o.offload)
-    return Run(corpus, config, mesh, model, ours, twin)
-
-
-def plain(o, config):
-    """Make the model, in one process."""
-    model = gpt.GPT(config, o.seed, np.dtype(o.dtype))
-    return moe.replace_mlps(model, moe.asked(o), o.seed) if o.experts else model
+    run = Run(corpus, config, mesh, model, ours, twin, History())
+    if o.found:
+        checkpoint.go_on(o.found, run)
+    return run
 
 
 def look_around(o, rank):
     """Read the text, and see that what will be written can be.  -> text"""
     if rank == 0:
-        files.ready(*outputs(o), keep=[o.text])
+        checkpoint.refuse_mixture(o)
+        latest = Path(o.out) / "latest" if o.save_every else None
+        files.ready(*outputs(o), latest, keep=[o.text])
         if not o.no_figure:
             files.drawable()
     return default_text() if o.text is None else read_text(o.text)
@@ -136,21 +140,11 @@ def outputs(o):
     return o.json, None if o.no_figure else Path(o.out) / "loss.png"
 
 
-def make_optimizer(params, o, config):
-    """Make AdamW or SGD; a tenth of the steps warms up, a cosine leads to a tenth of the rate."""
-    usual = 0.5 if o.optimizer == "sgd" else 0.75 / config.width
-    peak = usual if o.lr is None else o.lr
-    rate = warmup_cosine(peak, min(100, o.steps // 10), o.steps, floor=peak / 10)
-    if o.optimizer == "sgd":
-        return SGD(params, rate, momentum=0.9)
-    return AdamW(params, rate, eps=o.eps)
-
-
 def fit(run, o, history, listeners):
     """Train.  Every listener hears of every step; one that answers False ends the training.
 
     So do numbers that are none: history.trouble says which, and nothing has changed by them."""
-    for step in range(o.steps):
+    for step in range(len(history.losses), o.steps):
         began = time.perf_counter()
         batch = run.corpus.batch(o.batch, o.seed, step)
         try:
@@ -165,7 +159,7 @@ def fit(run, o, history, listeners):
 
 
 def train(run, o, progress, history):
-    """Train, and on the way validate, show, and compare with the twin."""
+    """Train, and on the way validate, show, save, and compare with the twin."""
     due = {o.steps * i // VALIDATIONS for i in range(1, VALIDATIONS + 1)}
 
     def validate():
@@ -181,14 +175,21 @@ def train(run, o, progress, history):
             validate()
         return not history.trouble
 
-    def compare(step, batch, result):
-        return step >= (o.verify or 0) or run.twin.check(
-            result, run.model, run.optimizer, batch, o.clip or None).equal
-
-    validate()
-    fit(run, o, history, [show, compare])
+    if not history.val_steps:
+        validate()
+    fit(run, o, history, [show, checkpoint.saver(run, o), comparer(run, o)])
     if history.val_steps[-1] < len(history.losses):         # the twin has ended it early
         validate()
+
+
+def comparer(run, o):
+    """Make the listener that compares the first steps with the twin's."""
+    begun = len(run.history.losses)
+
+    def compare(step, batch, result):
+        return step - begun >= (o.verify or 0) or run.twin.check(
+            result, run.model, run.optimizer, batch, o.clip or None).equal
+    return compare
 
 
 def validation_loss(run, o):
@@ -206,7 +207,7 @@ def validation_loss(run, o):
 def whole(run, o):
     """Gather the trained parameters into a plain model.  Collective."""
     trained = everything(run.model.parameters(), run.mesh)
-    model = plain(o, run.config)
+    model = models.plain(o, run.config)
     for p in model.parameters():
         p.data[...] = trained[p.name]
     return model
@@ -228,10 +229,11 @@ def headline(run, o):
     experts = (f"{size.E} experts, {size.k} for each token, which so meets "
                f"{cost.active_parameters(size):,} parameters\n" if size.E else "")
     text, characters = o.text or "Unicode names", len(run.corpus.tokens)
+    begun = f"\ngoing on from {o.found.path}, saved on {o.found.index['mesh']}" if o.found else ""
     return (f"{o.preset}: {c.layers} layers of width {c.width}, {c.heads} heads, "
             f"{cost.gpt_parameters(size):,} parameters in {o.precision or o.dtype}\n"
             f"{experts}{text}: {characters:,} characters, {c.vocab} different; "
-            f"{o.batch} x {c.context} tokens per step, on {run.mesh.describe()}")
+            f"{o.batch} x {c.context} tokens per step, on {run.mesh.describe()}{begun}")
 
 
 def sizes(o, config, **others):
@@ -245,7 +247,7 @@ def report(o, history, verdict=None, text=None, fingerprint=None):
             "val_steps": history.val_steps, "tokens_per_s": history.tokens_per_s,
             "verdict": verdict and verdict.line(), "sample": text,
             "parameters_sha256": fingerprint, "trouble": history.trouble,
-            "flags": {k: v for k, v in o._asdict().items() if k not in ("out", "json")}}
+            "flags": {k: v for k, v in o._asdict().items() if k not in ("out", "json", "found")}}
 
 
 # ------------------------------------------------------------------------------ the command
@@ -261,10 +263,13 @@ def main():
 
 def command(o):
     """Train as the options say, and tell what came out.  -> exit status"""
-    run, history = build(o), History()
+    run = build(o)
+    history = run.history
     first = run.mesh.world.rank == 0
     if first:
         print(headline(run, o))
+        for line in o.found.refused if o.found else ():
+            print(f"passed over: {line}")
         if o.audit:
             print("\n" + audit(run.model.parameters()) + "\n")
     with Progress(o.steps, first) as progress, np.errstate(over="ignore", invalid="ignore"):

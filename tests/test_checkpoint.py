@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import threading
+from tempfile import gettempdir
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from minidist.engine.gpt import GPT, GPTConfig
 from minidist.engine.nn import Module, Parameter
 from minidist.engine.optim import SGD, AdamW, warmup_cosine
 from minidist.mesh import DeviceMesh
-from minidist.placement import merge
+from minidist.placement import join, merge
 from minidist.ranks.comm import run_threads, solo
 from minidist.ranks.threads import Stopped
 from minidist.step import train_step
@@ -40,6 +41,8 @@ LAYOUTS = {
     "dp2tp2": (dict(dp=2, tp=2), dict(zero=1), 1),
     "dp2pp2": (dict(dp=2, pp=2), dict(zero=1), 2),
     "zero3tp2": (dict(dp=2, tp=2), dict(zero=3, attention="tiled"), 1),
+    "offload": (dict(), dict(offload=gettempdir()), 1),
+    "zero3offload": (dict(dp=2), dict(zero=3, offload=gettempdir()), 2),
     "cube": (dict(dp=2, pp=2, tp=2), dict(sequence="keep"), 2),
 }
 PAIRS = list(zip(LAYOUTS, [*LAYOUTS][7:] + [*LAYOUTS][:7]))
@@ -60,7 +63,8 @@ class Run:
         config = GPTConfig(**{**verify.SMALL, "dropout": 0.2, "layers": 4, **config})
         plain = verify.perturb(GPT(config, 0, np.float64))
         self.model = parallel.spread(plain, self.mesh, **{"sequence": None, **options})
-        self.optimizer = parallel.equip(OPTIMIZERS[optimizer](self.model.parameters()), self.model)
+        self.optimizer = parallel.equip(OPTIMIZERS[optimizer](self.model.parameters()), self.model,
+                                        self.mesh, options.get("offload"))
 
     def train(self, steps):
         """Take these steps.  -> losses"""
@@ -69,9 +73,9 @@ class Run:
 
     def numbers(self):
         """Gather all that the next step depends on.  -> {name: array}"""
-        mine = {name: checkpoint.whole(p, x)
+        mine = {name: join(p, x, sliced=True)
                 for name, p, x in checkpoint.tensors(self.model, self.optimizer)}
-        held = {f"{p.name} as computed with": checkpoint.join(p, p.data)
+        held = {f"{p.name} as computed with": join(p, p.data)
                 for p in self.model.parameters()}
         return merge(mine | held, self.mesh) | {"t": np.array(self.optimizer.t)}
 
@@ -180,6 +184,8 @@ def two(value):
     model = Two()
     optimizer = AdamW(model.parameters(), 0.1)
     optimizer.t = value
+    for p in model.parameters():
+        optimizer.moments(p, p.data)
     for _, _, x in checkpoint.tensors(model, optimizer):
         x[...] = value
     return model, optimizer

@@ -82,22 +82,12 @@ class Batch:
         return int(np.count_nonzero(self.targets != IGNORE))
 
 
-class Corpus:
-    """A text as numbers, one per character; the end of every tenth of it is kept for validation."""
+class Alphabet:
+    """Characters, numbered in their order."""
 
-    def __init__(self, text, context):
-        window = context + 1                                   # one more: the last target
-        if len(text) < 2 * window:
-            raise BadInput(f"the text has {len(text)} characters; with a context of {context} it "
-                           f"needs at least {2 * window}: {window} to train on and as many to "
-                           f"validate")
-        self.context = context
-        self.characters = sorted(set(text))
+    def __init__(self, characters):
+        self.characters = sorted(characters)
         self.ids = {c: i for i, c in enumerate(self.characters)}
-        self.tokens = np.array(self.encode(text))
-        held = np.concatenate([[0], np.cumsum(held_out(len(text), window))])
-        held = held[window:] - held[:-window]                  # in the window that starts here
-        self.starts = {"train": np.flatnonzero(held == 0), "val": np.flatnonzero(held == window)}
 
     @property
     def vocab(self):
@@ -118,6 +108,28 @@ class Corpus:
         if wrong:
             raise IndexError(f"id {wrong[0]} is no character: there are {self.vocab}, from 0 on")
         return "".join(self.characters[t] for t in tokens)
+
+
+class Corpus(Alphabet):
+    """A text as numbers, one per character; the end of every tenth of it is kept for validation."""
+
+    def __init__(self, text, context):
+        window = context + 1                                   # one more: the last target
+        if len(text) < 2 * window:
+            raise BadInput(f"the text has {len(text)} characters; with a context of {context} it "
+                           f"needs at least {2 * window}: {window} to train on and as many to "
+                           f"validate")
+        super().__init__(set(text))
+        self.context = context
+        self.tokens = np.array(self.encode(text))
+        held = np.concatenate([[0], np.cumsum(held_out(len(text), window))])
+        held = held[window:] - held[:-window]                  # in the window that starts here
+        self.starts = {"train": np.flatnonzero(held == 0), "val": np.flatnonzero(held == window)}
+
+    @property
+    def sha256(self):
+        """Say which text this is."""
+        return hashlib.sha256("".join(self.characters).encode() + self.tokens.tobytes()).hexdigest()
 
     def batch(self, size, seed, step, split="train"):
         """Draw `size` windows from (seed, step).  A validation batch has no step: no dropout."""

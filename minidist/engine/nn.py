@@ -75,12 +75,7 @@ def find(container, path=()):
 
 
 class Module:
-    """Hold parameters and modules as attributes, or in containers held as one; run `forward`.
-
-    buffers: fields that are arrays which training changes and which are no parameters; a module
-    that has some also has a name."""
-
-    buffers = ()
+    """Hold parameters and modules as attributes, or in containers held as one; run `forward`."""
 
     def __call__(self, *args):
         run = self.forward
