@@ -2,6 +2,7 @@
 exercise is graded: a copy of the module's functions passes, an empty stub does not; what is wrong
 fails in tests/test_mutants.py."""
 import ast
+import functools
 import importlib
 import inspect
 import json
@@ -26,13 +27,37 @@ def run(name, ranks, *argv):
     return kit.run_on_threads(SCREENS[name], ranks, ["--no-figure", *argv])
 
 
+@functools.cache
+def broken(name, bug):
+    """Run a lesson's proof with a bug switched on, once for all tests."""
+    return run(name, 3, "--break", bug)
+
+
+def watched(name, ranks):
+    """Run a lesson, and look at what stands above its questions.
+
+    -> result, [(question, a number above it that is its answer, in whatever unit)]"""
+    spoiled, original = [], kit.Lesson.predict
+
+    def predict(self, question, answer, unit="", **more):
+        if self.comm.rank == 0:
+            above = self.out.getvalue() + question
+            spoiled.extend((question, found) for found in numbers(above, unit)
+                           if found and guess.near(found, answer) or found == answer)
+        original(self, question, answer, unit, **more)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kit.Lesson, "predict", predict)
+        return run(name, ranks), spoiled
+
+
 @pytest.mark.parametrize("ranks", [1, 3])               # 2 below, 4 under mpirun
 @pytest.mark.parametrize("name", NAMES)
 def test_a_lesson_proves_itself_on_thread_ranks(name, ranks):
     if ranks > 1 and SCRIPTS[name].alone:
         pytest.skip("one rank runs it, whatever their number")
-    result = run(name, ranks)
+    result, spoiled = watched(name, ranks)
     assert result["ok"], result["output"]
+    assert not spoiled, "what stands above a question gives its answer away"
     assert result["lesson"] == name and result["ranks"] == ranks
     assert result["checks"] and all(set(c) == {"name", "error", "bound", "ok"}
                                     for c in result["checks"])
@@ -74,22 +99,6 @@ def test_a_lesson_has_the_form(name):
     assert inspect.getsource(module).count("lesson.predict(") in (2, 3)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_above_a_question_gives_its_answer_away(name, monkeypatch):
-    """No number printed above it is the answer, as it stands or with another unit."""
-    spoiled, original = [], kit.Lesson.predict
-
-    def predict(self, question, answer, unit="", **more):
-        if self.comm.rank == 0:
-            above = self.out.getvalue() + question
-            spoiled.extend((question, found) for found in numbers(above, unit)
-                           if found and guess.near(found, answer) or found == answer)
-        original(self, question, answer, unit, **more)
-    monkeypatch.setattr(kit.Lesson, "predict", predict)
-    run(name, 1 if SCRIPTS[name].alone else 4)
-    assert not spoiled
-
-
 def numbers(text, unit):
     """Every number in a text with what follows it, in the unit asked for."""
     found = re.findall(r"(?<![\w.])[\d,]*\.?\d+(?:e[-+]?\d+)?(?: ?[%a-zA-Z]+)?", text)
@@ -101,7 +110,7 @@ def test_no_two_bugs_have_the_same_symptoms(name):
     """The checks and counts that fail, or how the run ends, tell a reader which bug it is."""
     seen = {}
     for bug in SCRIPTS[name].breaks:
-        by = run(name, 3, "--break", bug.title)["breaks"][0]["by"]
+        by = broken(name, bug.title)["breaks"][0]["by"]
         symptoms = tuple(line.split(": difference")[0].split(": predicted")[0] for line in by)
         assert seen.setdefault(symptoms, bug.title) == bug.title, (seen, symptoms)
 
@@ -120,7 +129,7 @@ def test_a_lesson_proves_itself_under_mpirun(name, tmp_path):
 
 @pytest.mark.parametrize("name, bug", BREAKS)
 def test_every_bug_is_caught(name, bug):
-    result = run(name, 3, "--break", bug)
+    result = broken(name, bug)
     assert result["ok"] and result["breaks"][0]["name"] == bug and result["breaks"][0]["by"]
 
 
