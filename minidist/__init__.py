@@ -13,7 +13,7 @@
     one technique each               dp zero tp sp pp flash cp ulysses moe ep
                                      recompute offload precision
     the whole                        step parallel verify ledger trace checkpoint storage
-                                     progress flags files models
+                                     progress flags files models resume
     commands                         train sample simulate dryrun doctor
 
 engine, ranks and cost know nothing of each other; collectives builds on ranks and cost; techniques

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from minidist import (BadInput, checkpoint, cost, files, flags, ledger, models, moe, parallel,
-                      precision, verify)
+from minidist import (BadInput, cost, files, flags, ledger, models, moe, parallel,
+                      precision, resume, verify)
 from minidist.engine import gpt
 from minidist.engine.data import Corpus, default_text, read_text
 from minidist.engine.nn import digest
@@ -49,7 +49,7 @@ def parser():
                              f"the first N steps, each from the same start (default {VERIFIED})")
     spread.add_argument("--audit", action="store_true",
                         help="list how every parameter lies on the ranks")
-    checkpoint.add_flags(p)
+    resume.add_flags(p)
     output = p.add_argument_group("output")
     output.add_argument("--sample", type=flags.integer(0), default=200, metavar="N",
                         help="characters to write at the end (default 200)")
@@ -64,7 +64,7 @@ def options(argv=None):
     """Read the flags and fill in what follows from others.  -> named tuple, so nobody changes it"""
     args, found = parser().parse_args(argv), None
     if args.resume:
-        args, found = checkpoint.again(parser(), argv, parallel.running())
+        args, found = resume.again(parser(), argv, parallel.running())
     if args.verify and args.dtype == "float32":
         raise BadInput("--verify compares in float64, where 1e-11 is far above rounding and far "
                        "below any mistake; leave out --dtype float32")
@@ -120,14 +120,14 @@ def build(o):
     ours = parallel.equip(optimizer(model.parameters()), model, mesh, o.offload)
     run = Run(corpus, config, mesh, model, ours, twin, History())
     if o.found:
-        checkpoint.go_on(o.found, run)
+        resume.go_on(o.found, run)
     return run
 
 
 def look_around(o, rank):
     """Read the text, and see that what will be written can be.  -> text"""
     if rank == 0:
-        checkpoint.refuse_mixture(o)
+        resume.refuse_mixture(o)
         latest = Path(o.out) / "latest" if o.save_every else None
         files.ready(*outputs(o), latest, keep=[o.text])
         if not o.no_figure:
@@ -177,7 +177,7 @@ def train(run, o, progress, history):
 
     if not history.val_steps:
         validate()
-    fit(run, o, history, [show, checkpoint.saver(run, o), comparer(run, o)])
+    fit(run, o, history, [show, resume.saver(run, o), comparer(run, o)])
     if history.val_steps[-1] < len(history.losses):         # the twin has ended it early
         validate()
 

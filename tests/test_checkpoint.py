@@ -9,7 +9,7 @@ from tempfile import gettempdir
 import numpy as np
 import pytest
 
-from minidist import BadInput, checkpoint, parallel, storage, verify
+from minidist import BadInput, checkpoint, moe, parallel, storage, verify
 from minidist.engine.data import random_batch
 from minidist.engine.gpt import GPT, GPTConfig
 from minidist.engine.nn import Module, Parameter
@@ -46,6 +46,19 @@ LAYOUTS = {
     "cube": (dict(dp=2, pp=2, tp=2), dict(sequence="keep"), 2),
 }
 PAIRS = list(zip(LAYOUTS, [*LAYOUTS][7:] + [*LAYOUTS][:7]))
+OTHERS = {                              # which train something else: pairs among themselves
+    "fp16": (dict(dp=2), dict(zero=1, precision="fp16"), 1),
+    "fp16tp": (dict(tp=2), dict(sequence="again", precision="fp16"), 2),
+    "bf16": (dict(dp=3), dict(zero=3, precision="bf16"), 1),
+    "bf16pp": (dict(pp=2, dp=2), dict(precision="bf16"), 2),
+    "experts": (dict(tp=2), dict(experts=True), 1),
+    "ep2": (dict(dp=4, ep=2), dict(experts=True), 1),
+    "ep4": (dict(dp=4, ep=4), dict(experts=True, zero=1), 1),
+}
+PAIRS += [("fp16", "fp16tp"), ("fp16tp", "fp16"), ("bf16", "bf16pp"), ("bf16pp", "bf16"),
+          ("experts", "ep2"), ("ep2", "ep4"), ("ep4", "experts")]
+LAYOUTS |= OTHERS
+ROUTING = moe.MoEConfig(experts=4, top_k=2, bias=0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +74,11 @@ class Run:
         sizes, options, self.pieces = LAYOUTS[layout]
         self.mesh = DeviceMesh(world, **sizes)
         config = GPTConfig(**{**verify.SMALL, "dropout": 0.2, "layers": 4, **config})
-        plain = verify.perturb(GPT(config, 0, np.float64))
-        self.model = parallel.spread(plain, self.mesh, **{"sequence": None, **options})
+        plain = GPT(config, 0, np.float64)
+        if options.get("experts"):
+            moe.replace_mlps(plain, ROUTING)
+        self.model = parallel.spread(verify.perturb(plain), self.mesh,
+                                     **{"sequence": None, **options})
         self.optimizer = parallel.equip(OPTIMIZERS[optimizer](self.model.parameters()), self.model,
                                         self.mesh, options.get("offload"))
 
@@ -77,7 +93,9 @@ class Run:
                 for name, p, x in checkpoint.tensors(self.model, self.optimizer)}
         held = {f"{p.name} as computed with": join(p, p.data)
                 for p in self.model.parameters()}
-        return merge(mine | held, self.mesh) | {"t": np.array(self.optimizer.t)}
+        counts = {name: np.array(getattr(self.optimizer, name), float)
+                  for name in self.optimizer.counters}
+        return merge(mine | held, self.mesh) | counts
 
     def save(self, folder, step, **options):
         return checkpoint.save(folder, self.model, self.optimizer, self.mesh, step, **options)
@@ -88,11 +106,15 @@ class Run:
         return found
 
 
-def on(layout, work, *args, ranks=None, **options):
+def on(layout, work, *args, **options):
     """Let every rank of a layout do work(its Run, ...).  -> rank 0's result"""
-    ranks = ranks or int(np.prod([*LAYOUTS[layout][0].values()], dtype=int))
-    return run_threads(ranks, lambda world: work(Run(world, layout, **options), *args),
+    return run_threads(size(layout), lambda world: work(Run(world, layout, **options), *args),
                        timeout=600)[0]
+
+
+def size(layout):
+    """Count its ranks: ep is a factor of dp."""
+    return int(np.prod([n for axis, n in LAYOUTS[layout][0].items() if axis != "ep"], dtype=int))
 
 
 def saved(run, folder, steps=1):
@@ -166,7 +188,7 @@ def test_every_tensor_is_stored_once_and_the_ranks_share_the_writing(layout, tmp
         ["index.json", *(f"{name}.npy" for name in stored)])
     assert sum(sizes) == 3 * sum(p.data.nbytes for p in plain)
     counts = np.unique(ranks, return_counts=True)[1]
-    assert len(counts) == np.prod([*LAYOUTS[layout][0].values()])
+    assert len(counts) == size(layout)
     assert "pp" in LAYOUTS[layout][0] or max(counts) < 2 * min(counts)
 
 

@@ -22,8 +22,8 @@ ROOMS["command"] = ROOMS["whole"] | {"whole"}
 ROOMS["bench"] = ROOMS["command"] | {"command"}
 TOP = {"meeting": "mesh mappings placement buckets schedules",
        "technique": "dp zero tp sp pp flash cp ulysses moe ep recompute offload precision compress",
-       "whole": "step parallel verify ledger trace checkpoint storage progress flags files"
-                " models",
+       "whole": "step parallel verify ledger trace checkpoint storage progress flags files "
+                "models resume",
        "command": "train sample plan simulate dryrun doctor"}
 FOLDERS = ["engine", "ranks", "collectives", "cost", "bench"]
 PAIRED = [*TOP["technique"].split(), "collectives.ring", "collectives", "mesh", "schedules",
