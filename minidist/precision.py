@@ -27,8 +27,8 @@ weights stay float32.  Nothing is faster: products are computed in float32 and r
 has no 16-bit BLAS.  A float64 model gets rounded parameters, masters and S, and nothing else: so
 `verify` can compare a step with one process to 1e-11.
 
-Price: 2 bytes per parameter more than fp32's 16 are never needed, one message of 4 bytes per step.
-See cost.state_bytes.  Gain: activations, parameters, gradients and messages / 2.
+Price: skipped steps, and one message of 4 bytes per step.  P + G + O stay 16 bytes per parameter:
+see cost.state_bytes.  Gain: activations, and what is sent, / 2.
 Lesson: mpirun -n 4 python -m lessons.precision
 Paper:  Micikevicius et al. 2018, "Mixed precision training"; Kalamkar et al. 2019, "A study of
         BFLOAT16 for deep learning training"; Megatron-LM's grad_scaler (when S moves)
@@ -123,18 +123,22 @@ def attach(optimizer, form, scale=None):
         w, g = low(p)
         return masters.get(p.name, w), g
 
-    def round_masters():
-        for p in optimizer.params:
-            if p.name in masters:
-                low(p)[0][...] = rounded(masters[p.name], form)
-                p.changed()
-
     optimizer.target = target
-    optimizer.after_step.insert(0, round_masters)
+    optimizer.after_step.insert(0, partial(round_masters, optimizer, low, form))
     if form == "fp16":
         optimizer.loss_scale = scale or LossScale(START)
         optimizer.counters += ("loss_scale",)
     return optimizer
+
+
+def round_masters(optimizer, low, form):
+    """Write every master, rounded, to the parameter that the model computes with.
+
+    low(p) -> where it is written, and its gradient."""
+    for p in optimizer.params:
+        if p.name in optimizer.masters:
+            low(p)[0][...] = rounded(optimizer.masters[p.name], form)
+            p.changed()
 
 
 # ------------------------------------------------------------------------ the loss scale
