@@ -1,0 +1,1 @@
+import minidist                                     # noqa: F401  one BLAS thread, before NumPy

@@ -81,10 +81,11 @@ def need_mpi():
         pytest.skip("no mpiexec beside this Python or on PATH")
 
 
-def execute(command, timeout=HANG, env=None, interrupt=None):
+def execute(command, timeout=HANG, env=None, interrupt=None, alone=None):
     """Run a command to its end -> (exit status, or None if it hung; output).  Leaves no process
 
-    interrupt: send Ctrl-C to the whole job as soon as its output contains this text.
+    interrupt: send Ctrl-C to the whole job as soon as its output contains this text; alone: send
+    this signal instead, to the command's own process and no other.
     """
     mark = f"MINIDIST_TEST={os.getpid()}.{time.monotonic_ns()}"
     env = {**os.environ, **environment.SETTINGS, "PYTHONUNBUFFERED": "1", **(env or {}),
@@ -95,7 +96,7 @@ def execute(command, timeout=HANG, env=None, interrupt=None):
         try:
             if interrupt:
                 wait_for_text(out, interrupt, job, timeout)
-                os.killpg(job.pid, signal.SIGINT)
+                os.kill(job.pid, alone) if alone else os.killpg(job.pid, signal.SIGINT)
             status = job.wait(timeout)
             assert not survivors(mark), f"processes are left behind: {survivors(mark)}"
         except subprocess.TimeoutExpired:

@@ -5,6 +5,7 @@ screen names the rank, the operation and the line. Jobs wait more than they comp
 at once; each is a test of its own all the same.
 """
 import re
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +17,7 @@ from tests import mpi
 SCREEN = 24                     # lines
 AT_ONCE = 6                     # jobs
 OPEN_MPIS_STACK = r"\[\S+:\d+\] "         # its lines about a crash, which come before any of ours
+LIMITS = {"stops": "4", "interrupted": "60"}          # MINIDIST_TIMEOUT, where it is not 1
 ANY, BAD = range(256), range(1, 256)        # statuses
 DIED = r"rank 1 died without a word"
 LEFT = r"rank \d+ waits for rank 1, which has left"
@@ -85,9 +87,14 @@ MORE = {
 QUIET = {"fine": (0,), "exits_everywhere": (3,), "returns_a_status": (4,),
          "bad_input": (2, "error: 6 heads do not split over 4 ranks; use 2 or 3"),
          "early_bad_input_of_all": (2, "error: 6 heads do not split over 4 ranks; use 2 or 3")}
+# A signal to the supervisor alone, as `kill` sends it: how it is named here -> what comes of it.
+STOPPED = r"the job was stopped \(SIG", "rank 0 waits", "recv", "@interrupted"
+SIGNALS = {"SIGINT": (130, *STOPPED), "SIGTERM": (143, *STOPPED), "SIGHUP": (129, *STOPPED),
+           "SIGKILL": (-9, "the process that started this job has been killed", *STOPPED[1:])}
 ALL = {**TABLE, **EARLY, **MORE, **QUIET}
 CELLS = [(name, how) for name in {**TABLE, **EARLY, **QUIET} for how in ("-n", "mpirun")]
 CELLS += [(name, "-n") for name in MORE]
+CELLS += [("interrupted", how) for how in SIGNALS]
 CELLS += [(name, "bare") for name in ("cycle", "exits", "bad_input")]     # without launch.run
 
 
@@ -112,13 +119,14 @@ def jobs(request, tmp_path_factory):
 def run(name, how, folder):
     """Run one failure -> (exit status, first screen, what it has left in its folder)"""
     argv = [sys.executable, "-m", "tests.failures", name, *(["bare"] if how == "bare" else [])]
-    argv = [*argv, "-n", "3"] if how == "-n" else launch.command(3, argv)
+    argv = launch.command(3, argv) if how in ("mpirun", "bare") else [*argv, "-n", "3"]
     if name == "closed_pipe":
         argv = ["bash", "-c", '"$@" | head -n 1; exit ${PIPESTATUS[0]}', "", *argv]
     folder = folder / f"{name}{how}"
     folder.mkdir()
-    env = {"TMPDIR": str(folder), "MINIDIST_TIMEOUT": "4" if name == "stops" else "1"}
-    status, output = mpi.execute(argv, mpi.HANG, env, "waiting" if name == "interrupted" else None)
+    env = {"TMPDIR": str(folder), "MINIDIST_TIMEOUT": LIMITS.get(name, "1")}
+    status, output = mpi.execute(argv, mpi.HANG, env, "waiting" if name == "interrupted" else None,
+                                 getattr(signal, how, None))
     return status, output, [str(p.relative_to(folder)) for p in folder.rglob("*")]
 
 
@@ -133,7 +141,7 @@ def place(name):
 def test_it_ends_in_time_and_says_why(cell, jobs):
     status, output, left = jobs[cell].result()
     name, how = cell
-    expected, *words = PLAIN.get(name, ALL[name]) if how == "mpirun" else ALL[name]
+    expected, *words = SIGNALS.get(how) or (PLAIN if how == "mpirun" else ALL).get(name, ALL[name])
     assert status is not None, f"still running after {mpi.HANG} s:\n{output}"
     assert status in ([expected] if isinstance(expected, int) else expected or BAD), output
     lines = [line for line in output.splitlines() if not re.match(OPEN_MPIS_STACK, line)]

@@ -31,8 +31,10 @@ FOUND = {
     "D1": "step.backward_without_a_step_equals_one_process",
     "D4": "step.nothing_is_left_over_from_a_step_that_failed",
     "D5": "comm.closing_a_stream_raises_the_error_that_nobody_has_seen",
+    "L10": "failures.it_ends_in_time_and_says_why doctor.a_launcher_of_another_mpi_is_found_out",
 }
-BY_NAME = ("N1 N2 N3 N4 N5 N6 N7 D2 D3 C1 C2 C3 C4 C5 L17 "
+BY_NAME = ("N1 N2 N3 N4 N5 N6 N7 D2 D3 C1 C2 C3 C4 C5 "
+           "L1 L2 L3 L4 L5 L6 L7 L8 L9 L11 L12 L13 L14 L15 L16 L17 "
            "F1 F2 F3 F4 F5 F6").split()
 
 

@@ -25,36 +25,34 @@ MISSING = 2.0                   # seconds without one of the processes: the laun
 STARTING = 30.0                 # seconds that a process may take to come, at least
 PROC = Path("/proc")
 
-_signs = []                     # mine, for as long as this process lives
-
 
 def wait_for_all():
     """Return when all that the launcher started on this machine are here, or end this process."""
-    launcher, size = find_launcher(), environment.local_size()
-    if launcher is None or size is None or not put_up(launcher, environment.rank()):
+    job, size, rank = find_job(), environment.local_size(), environment.rank()
+    if job is None or size is None or not job.put_up(rank) or rank not in job.ranks():
         return
     began = complete = time.monotonic()
-    while len(here := signs(launcher)) < size:
+    while len(here := job.ranks()) < size:
         time.sleep(0.02)
         now, timeout = time.monotonic(), environment.timeout()
-        living = children(launcher)
+        living = job.living()
         complete = now if living is None or len(living) >= size else complete
         if now - complete > (min(MISSING, timeout / 2) or MISSING):
-            give_up(launcher, now - began, missing(living), ", which ended before it came there")
+            give_up(job, now - began, missing(living), ", which ended before it came there")
         if timeout and now - began > max(timeout, STARTING):
-            give_up(launcher, now - began, missing(here), f"; MINIDIST_TIMEOUT={timeout:g}")
+            give_up(job, now - began, missing(here), f"; MINIDIST_TIMEOUT={timeout:g}")
 
 
-def give_up(launcher, seconds, whom, why):
+def give_up(job, seconds, whom, why):
     """Say where this process waits, and for whom, unless another has said so; and end."""
-    if put_up(launcher, "report"):
-        line = report.user_line(sys._getframe())
-        watch.last_words(f"minidist: rank {environment.rank()} has waited {seconds:.1f} s in "
-                         f"comm.world() for {whom}{why}; the job ends\n"
-                         f"  rank {environment.rank()} waits in comm.world()  at {line}")
-        mine, deadline = {environment.rank()}, time.monotonic() + 10
-        while signs(launcher) - mine and time.monotonic() < deadline:
-            time.sleep(0.05)                      # my words hold as long as my sign is up
+    rank = environment.rank()
+    if job.put_up("report"):
+        where = f"in comm.world()  at {report.user_line(sys._getframe())}"
+        watch.last_words(f"minidist: rank {rank} has waited {seconds:.1f} s in comm.world() for "
+                         f"{whom}{why}; the job ends\n  rank {rank} waits {where}")
+        deadline = time.monotonic() + 10
+        while job.ranks() - {rank} and time.monotonic() < deadline:
+            time.sleep(0.05)                      # who comes later sees that all has been said
     os._exit(watch.TIMED_OUT)
 
 
@@ -66,84 +64,89 @@ def missing(ranks):
     return f"rank {', '.join(map(str, gone))}"
 
 
-# -- signs --------------------------------------------------------------------------------------
+# -- who speaks for all -------------------------------------------------------------------------
 
 def speaks(what):
     """Shall this process say what all may have to say?  Rank 0, or who has waited a second for it
 
     True where it cannot be known: rather twice than not at all.
     """
-    launcher, rank = find_launcher(), environment.rank()
-    if launcher is None:
+    job, rank = find_job(), environment.rank()
+    if job is None:
         return True
-    put_up(launcher, f"{rank}-{what}")
+    job.put_up(f"{rank}-{what}")
     deadline = time.monotonic() + (1 if rank else 0)
-    while time.monotonic() < deadline and f"-{what}" not in shown(launcher):
+    while time.monotonic() < deadline and f"-{what}" not in job.signs():
         time.sleep(0.02)
-    return put_up(launcher, what)
+    return job.put_up(what)
 
 
 def linger(what):
     """Stay until all that still live have something to say, too, and know that it has been said."""
-    launcher, deadline = find_launcher(), time.monotonic() + 3
-    while launcher and time.monotonic() < deadline and (
-            set(children(launcher) or ()) - signs(launcher, f"-{what}")):
+    job, deadline = find_job(), time.monotonic() + 3
+    while job and time.monotonic() < deadline and set(job.living() or ()) - job.ranks(f"-{what}"):
         time.sleep(0.02)
 
 
-def put_up(launcher, what):
-    """Put up a sign that others can see -> False if such a one was there already"""
-    sign = socket.socket(socket.AF_UNIX)
-    try:
-        sign.bind(f"\0{name_of(launcher)}-{what}")
-    except OSError:
-        return False
-    _signs.append(sign)
-    return True
+# -- what the processes of one launcher see of each other ---------------------------------------
+
+class Job:
+    """The processes that one launcher started on this machine.  pid: the launcher's"""
+    up = []                                       # my own signs, for as long as this process lives
+
+    def __init__(self, pid):
+        began = parts(pid)[19]                    # another launcher may get the same number, later
+        self.pid, self.name = pid, f"minidist-{pid}-{began}"
+
+    def put_up(self, what):
+        """Put up a sign that others can see -> False if such a one was there already"""
+        sign = socket.socket(socket.AF_UNIX)
+        try:
+            sign.bind(f"\0{self.name}-{what}")
+        except OSError:
+            return False
+        self.up.append(sign)
+        return True
+
+    def signs(self):
+        """What the signs of all processes say."""
+        try:
+            lines = (PROC / "net/unix").read_text().splitlines()
+        except OSError:
+            return []
+        return [line.partition(f"@{self.name}")[2] for line in lines if self.name in line]
+
+    def ranks(self, what=""):
+        """The ranks that have put up such a sign."""
+        found = [re.fullmatch(rf"-(\d+){what}", sign) for sign in self.signs()]
+        return {int(match[1]) for match in found if match}
+
+    def living(self):
+        """The launcher's living children, {rank: process}; None where this cannot be seen."""
+        try:
+            tasks = list((PROC / str(self.pid) / "task").iterdir())
+            found = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+        except OSError:
+            return None
+        return {rank_of(pid): pid for pid in found if watch.alive(pid)}
 
 
-def signs(launcher, what=""):
-    """The ranks whose signs are up."""
-    found = [re.fullmatch(rf"-(\d+){what}", sign) for sign in shown(launcher)]
-    return {int(match[1]) for match in found if match}
-
-
-def shown(launcher):
-    """What the signs of a job say."""
-    name = f"@{name_of(launcher)}"
-    lines = (PROC / "net/unix").read_text().splitlines()
-    return [line.partition(name)[2] for line in lines if name in line]
-
-
-def name_of(launcher):
-    """The name of a job: another one's launcher has another number, or began at another time."""
-    began = (PROC / str(launcher) / "stat").read_text().rpartition(")")[2].split()[19]
-    return f"minidist-{launcher}-{began}"
-
-
-# -- the launcher's processes -------------------------------------------------------------------
-
-def find_launcher():
-    """The number of the process that started the ranks of this machine, or None."""
-    if sys.platform != "linux" or not environment.launched():
+def find_job():
+    """The job that this process is a rank of, or None where it is none or cannot be seen."""
+    if sys.platform != "linux" or not environment.launched() or not hasattr(socket, "AF_UNIX"):
         return None
     pid = os.getppid()
     try:
         while (PROC / str(pid) / "comm").read_text().strip() not in LAUNCHERS:     # a wrapper
-            pid = int((PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+            pid = int(parts(pid)[1])
+        return Job(pid)
     except OSError:                               # no launcher that is known, up to process 0
         return None
-    return pid
 
 
-def children(launcher):
-    """The living children of the launcher, {rank: process}; None where this cannot be seen."""
-    try:
-        tasks = list((PROC / str(launcher) / "task").iterdir())
-        found = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
-    except OSError:
-        return None
-    return {rank_of(pid): pid for pid in found if watch.alive(pid)}
+def parts(pid):
+    """What the system tells of a process, after its name: state, parent, ... (man proc)"""
+    return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
 
 
 def rank_of(pid):

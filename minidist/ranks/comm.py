@@ -216,9 +216,9 @@ class Comm(Counting, Closing):
 
     def stream(self):
         """Make a background stream: a communicator for this rank's second thread.  Collective"""
-        wires = self._form(lambda wire: wire.dup())
         root = self._root
         root._worker = root._worker or Worker(root.plain.bare)
+        wires = self._form(lambda wire: wire.dup())
         wires = [wire.beside(root._worker.wire) for wire in wires]
         return Stream(Comm(wires, self.name, self, self.axes), self.plain.bare, root)
 

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 
-from minidist import BadInput
+from minidist import NUMPY_CAME_FIRST, BadInput
 
 # For Open MPI (MPICH needs none of it): run as root in a container, run more ranks than cores, and
 # let a rank that waits leave its core to the others.
@@ -26,6 +26,7 @@ LAUNCHERS = {
     "PMIx": ("PMIX_RANK",),                                            # which tells no size
     "torchrun": ("RANK", "WORLD_SIZE"),
 }
+LITTLE = 64e6                           # bytes of shared memory: what four ranks of MPICH may need
 ALSO_FOR_ONE = "srun", "torchrun"       # set these variables for a process of its own, too
 
 
@@ -138,6 +139,27 @@ def check_settings():
 def cores():
     """How many cores this process may use; macOS does not say, so there: how many there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def cramped():
+    """What to say where ranks have too little memory in common to start; "" where they have it."""
+    try:
+        space = os.statvfs("/dev/shm")
+    except (OSError, AttributeError):             # a system without it
+        return ""
+    free = space.f_bavail * space.f_frsize
+    if free >= LITTLE:
+        return ""
+    return (f"/dev/shm, through which the ranks of a machine talk, has {free / 1e6:.1f} MB free: "
+            "give it more (docker run --shm-size=1g; as root, mount -o remount,size=1g /dev/shm)")
+
+
+def crowded():
+    """What to say where every rank's BLAS takes all cores; "" where each takes one."""
+    if not NUMPY_CAME_FIRST or cores() == 1:
+        return ""
+    return (f"minidist: NumPy was imported first, so that each rank computes on all {cores()} cores "
+            "and they slow each other down: import minidist before numpy, or set OMP_NUM_THREADS=1")
 
 
 def on_terminal():

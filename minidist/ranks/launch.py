@@ -126,6 +126,8 @@ def ending(status, signals, table, dead):
     if signals.came:
         tell(f"minidist: the job was stopped ({signals.came[0].name})", table, table.read())
         return 128 + signals.came[0]
+    if status and environment.cramped() and (dead or not table.read()):
+        watch.say(f"minidist: {environment.cramped()}")
     return safety.exit_status(status) or int(bool(dead))
 
 

@@ -24,6 +24,8 @@ SYNC = environment.sync()                                  # every send waits fo
 STRAIGHT = -1 if SYNC else PIECE                           # up to here, one blocking call will do
 MORE = 1 << 14
 BYTE, ANY_TAG = MPI.BYTE, MPI.ANY_TAG
+LEVELS = {MPI.THREAD_SINGLE: "\"single\"", MPI.THREAD_FUNNELED: "\"funneled\"",
+          MPI.THREAD_SERIALIZED: "\"serialized\""}
 
 
 class MPIWire(Wire):
@@ -118,6 +120,10 @@ class MPIWire(Wire):
 
     def thread(self, name, end):
         """The same communicator for a new thread of this rank, which dies with the process."""
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise BadInput("streams need MPI's thread level \"multiple\", and MPI was started with "
+                           f"level {LEVELS[MPI.Query_thread()]}: start it with comm.world(), "
+                           "with mpi4py.rc.thread_level left alone")
         self.statuses.append(report.Status(None, name))
         return MPIWire(self.mpi, self.statuses[-1], self.statuses)
 

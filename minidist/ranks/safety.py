@@ -30,6 +30,8 @@ _net = None
 def install(wire):
     """Put the net under this process.  Collective"""
     global _net
+    if wire.size > 1 and wire.rank == 0:
+        watch.say_once(environment.crowded())
     if _net is None and not in_notebook():
         _net = Net(wire)
 

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 
 import numpy as np
 
-from minidist.ranks import report
+from minidist.ranks import environment, report, watch
 from minidist.ranks.wire import Wire
 
 
@@ -264,6 +264,7 @@ def deliver(world, letter, post):
 
 def run(n, body, sync=False, timeout=None):
     """Call body(wire) on n threads; return the results in rank order, or raise the first error."""
+    watch.say_once(environment.crowded() if n > 1 else "")
     world, results, errors = World(n, sync), [None] * n, []
 
     def rank_thread(actor):

@@ -242,6 +242,16 @@ def say(text):
                 data = data[os.write(file, data):]
 
 
+def say_once(text):
+    """Say something, unless it has been said by this process, or is nothing."""
+    if text and text not in _said:
+        _said.add(text)
+        sys.stderr.write(text + "\n")             # in a notebook: below the cell
+
+
+_said = set()
+
+
 def last_words(text):
     """Say something just before the job is ended: the launcher needs a moment to pass it on."""
     say(text)
