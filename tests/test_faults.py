@@ -3,6 +3,7 @@
 Tests that stand alone carry the number in their name (test_N1_...); this table finds the others.
 """
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -38,6 +39,7 @@ BY_NAME = ("N1 N2 N3 N4 N5 N6 N7 D2 D3 C1 C2 C3 C4 C5 "
            "F1 F2 F3 F4 F5 F6").split()
 
 
+@functools.cache
 def names():
     """List all tests.  -> {'step.a_group_that_is_...', ...}"""
     found = set()

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ BARE = {"PATH", "HOME", "LANG", "TMPDIR"} & set(os.environ)        # no launcher
 
 
 def python(code, *words, env=None, **files):
-    """Run code in a fresh Python -> (status, stdout, stderr).  files: modules that it finds first"""
+    """Run code in a fresh Python -> (status, stdout, stderr).  files: modules that it can import"""
     with mpi.tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
             (mpi.Path(folder) / f"{name}.py").write_text(textwrap.dedent(text))
@@ -221,7 +222,8 @@ def test_L8_little_shared_memory_is_named_with_the_remedy(monkeypatch):
 
 def test_L9_numpy_imported_first_is_told_once():
     threads = "comm.run_threads(2, lambda comm: 0)"
-    code = "import numpy\nfrom minidist.ranks import environment, comm\nenvironment.cores = lambda: 8"
+    code = ("import numpy\nfrom minidist.ranks import environment, comm\n"
+            "environment.cores = lambda: 8")
     _, _, err = python(f"{code}\n{threads}\n{threads}")
     assert err.count("\n") == 1 and "import minidist before numpy, or set OMP_NUM_THREADS=1" in err
     assert python(f"{code}\n{threads}", env={"OMP_NUM_THREADS": "1"})[2] == ""
@@ -273,6 +275,11 @@ def waiting(monkeypatch):
     os.unlink(path)
 
 
+def group(name, current):
+    """As much of a Comm of two ranks as a report reads."""
+    return SimpleNamespace(name=name, ranks=(0, 1), current=lambda: current)
+
+
 MUTES = {
     "a float as rank": (1.0, "all_reduce", None), "no rank at all": ("left", "all_reduce", None),
     "a detail that cannot be printed": (1, "all_reduce", Unprintable()),
@@ -284,8 +291,7 @@ MUTES = {
 def test_L12_a_hang_is_reported_whatever_the_call_was_given(name, waiting, capfd):
     dog, status, aborted = waiting
     peer, op, detail = MUTES[name]
-    group = type("Group", (), {"name": op, "ranks": (0, 1), "current": lambda s: (op, 1, detail)})()
-    status.now = group, "recv", None, peer, 80
+    status.now = group(op, (op, 1, detail)), "recv", None, peer, 80
     dog.look()
     time.sleep(0.05)
     dog.look()
@@ -367,8 +373,7 @@ def test_L15_a_command_that_returns_256_has_not_ended_well():
 
 def test_L16_who_waits_for_work_of_any_length_is_not_reported(waiting):
     dog, status, aborted = waiting
-    group = type("Group", (), {"name": "world", "ranks": (0, 1), "current": lambda s: ("", 0, None)})()
-    status.now = group, "recv", None, 1, 80
+    status.now = group("world", ("", 0, None)), "recv", None, 1, 80
     busy = report.Status(threading.get_ident())
 
     def later():
@@ -395,12 +400,12 @@ def test_L16_a_ranks_long_work_is_said_by_its_communicator():
 
 def test_L16_the_line_in_a_command_of_ours_is_one_of_ours():
     """No line of the reader's is below: then not one of Python's or of the ranks' room."""
-    names, found = {"report": report, "sys": sys}, []
-    names["found"] = found
-    for text, file in (("def wait(): found.append(report.user_line(sys._getframe()))", "ranks/x.py"),
-                       ("def train(): wait()", "train.py")):
+    told = []
+    names = {"report": report, "sys": sys, "told": told}
+    for file, text in (("ranks/x.py", "def wait(): told.append(report.user_line(sys._getframe()))"),
+                       ("train.py", "def train(): wait()")):
         exec(compile(text, report.HERE + file, "exec"), names)
     thread = threading.Thread(target=names["train"])
     thread.start()
     thread.join()
-    assert found == ["train.py:1 in train"] or found[0].endswith("minidist/train.py:1 in train")
+    assert told == ["train.py:1 in train"] or told[0].endswith("minidist/train.py:1 in train")

@@ -158,8 +158,9 @@ def crowded():
     """What to say where every rank's BLAS takes all cores; "" where each takes one."""
     if not NUMPY_CAME_FIRST or cores() == 1:
         return ""
-    return (f"minidist: NumPy was imported first, so that each rank computes on all {cores()} cores "
-            "and they slow each other down: import minidist before numpy, or set OMP_NUM_THREADS=1")
+    return (f"minidist: NumPy was imported first, so that each rank computes on all {cores()} "
+            "cores and slows the others down: import minidist before numpy, or set "
+            "OMP_NUM_THREADS=1")
 
 
 def on_terminal():
