@@ -1,0 +1,333 @@
+"""The reader's process: it runs the reader's functions, and holds nothing of the grader's.
+
+    grader (lessons/judge.py)                           this process, one for each rank
+    the lesson's proof calls the exercise   -- call -->  the reader's function runs
+    the library does what is asked          <-- ask --   it uses a Tensor, a group, a library name
+    ...                                     -- reply ->
+    the proof goes on with the result       <- return -
+
+`import minidist` gives names only: what they mean stays with the grader, source and all. Before the
+reader's file is run, limits are set, and a hook refuses what no exercise needs: other processes,
+the network, files outside the folder that this process starts in. That hook ends mistakes and
+the usual cheats; it is no sandbox against an attacker.
+"""
+import builtins
+import functools
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import threading
+import types
+
+try:
+    import resource
+except ImportError:                                        # a platform that has no such limits
+    resource = None
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import mirrors  # noqa: E402
+import numpy as np  # noqa: E402
+
+sys.path.pop(0)
+
+
+class Remote:
+    """An object of the grader's: what is done with it is done there."""
+    __slots__ = ("_number", "_times", "_known", "__weakref__")
+    __array_ufunc__ = None
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        known = object.__getattribute__(self, "_known")
+        return known[name] if name in known else home.ask("get", self, name)
+
+    def __setattr__(self, name, value):
+        home.ask("set", self, name, value)
+
+    def __call__(self, *args, **named):
+        return home.ask("call", self, args, named)
+
+    def __exit__(self, kind, error, trace):
+        return home.ask("exit", self, str(error) if kind else None)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(home.ask("array", self), dtype)
+
+    def __repr__(self):
+        return home.ask("repr", self)
+
+    def __del__(self):
+        home.dropped.append([self._number, self._times])
+
+
+def operator(name):
+    return lambda self, *args: home.ask("operator", name, self, *args)
+
+
+for name in ("getitem setitem delitem len iter next contains bool enter instancecheck index float "
+             "int add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow neg").split():
+    setattr(Remote, f"__{name}__", operator(name))
+
+
+class Home(mirrors.Mirrors):
+    """The conversation with the grader, over the pipe."""
+
+    def __init__(self, fd):
+        super().__init__(-1)
+        self.fd, self.lock, self.depth = fd, threading.RLock(), 0
+        self.remotes, self.functions, self.dropped, self.refused = {}, {}, [], []
+        self.mine, self.file = None, ""
+
+    def ask(self, *request):
+        """Have the grader do something; run what it calls meanwhile.  -> its answer"""
+        with self.lock:
+            self.say("ask", *request)
+            return self.listen()
+
+    def say(self, kind, *message):
+        dropped, self.dropped = self.dropped, []
+        mirrors.write(self.fd, self.pack(kind, *message, dropped=dropped, refused=self.refused,
+                                         line=self.line(sys._getframe(1))))
+
+    def listen(self):
+        """Serve calls until an answer comes."""
+        while True:
+            try:
+                (kind, *message), head = self.unpack(
+                    *mirrors.read(functools.partial(os.read, self.fd)))
+            except EOFError:
+                os._exit(0)                                # the grader has gone
+            for number in head.get("dropped", ()):
+                self.functions.pop(number, None)
+            if kind == "reply":
+                return message[0]
+            if kind == "error":
+                name, text = message
+                raise known_error(name)(text)
+            self.serve(kind, *message)
+
+    def serve(self, kind, *message):
+        self.depth += 1
+        try:
+            answer = "return", getattr(self, kind)(*message)
+        except BaseException as error:                     # noqa: BLE001  (told to the grader)
+            answer = "raise", type(error).__name__, str(error), self.where(error)
+        try:
+            self.say(*answer)
+        except (TypeError, ValueError) as error:           # a result that cannot go there
+            self.say("raise", "TypeError", str(error), "")
+        self.depth -= 1
+        if not self.depth:
+            self.forget()
+
+    # ---- what the grader asks for
+
+    def load(self, source, file, others):
+        """Run the reader's file; names of the other exercises mean the library's functions."""
+        self.file, self.mine = file, types.ModuleType("mine")
+        sys.modules["mine"] = self.mine
+        exec(compile(source, file, "exec"), vars(self.mine))
+        vars(self.mine).update(others)
+
+    def call(self, target, args, named):
+        if isinstance(target, str):
+            if not hasattr(self.mine, target):
+                raise NameError(f"{target} is not defined")
+            target = getattr(self.mine, target)
+        return target(*args, **named)
+
+    # ---- values
+
+    def give(self, x):
+        """Let the grader know a Remote, or a function of ours, by its number."""
+        if type(x) is Remote:
+            return ["home", x._number]
+        if not callable(x):
+            raise TypeError(f"a {type(x).__name__} cannot leave this process: give arrays, numbers, "
+                            "text, lists, functions, or what the library made")
+        number = self.last = self.last - 1
+        self.functions[number] = x
+        return ["away", number, getattr(x, "__qualname__", type(x).__name__),
+                [self.encode(held) for held in captured(x)]]
+
+    def find_home(self, number, known):
+        remote = self.remotes.get(number)
+        remote = remote and remote()
+        if remote is None:
+            remote = object.__new__(Remote)
+            for name, value in (("_number", number), ("_times", 0), ("_known", known)):
+                object.__setattr__(remote, name, value)
+            self.remotes[number] = weakref_to(remote)
+        object.__setattr__(remote, "_times", remote._times + 1)
+        return remote
+
+    def find_away(self, number):
+        return self.functions[number]
+
+    # ---- places
+
+    def line(self, frame):
+        """Where in the reader's file a frame, or one above it, is."""
+        while frame is not None and frame.f_code.co_filename != self.file:
+            frame = frame.f_back
+        return f"{self.file}, line {frame.f_lineno}, in {frame.f_code.co_name}" if frame else ""
+
+    def where(self, error):
+        if isinstance(error, SyntaxError):
+            return f"{self.file}, line {error.lineno}"
+        trace, found = error.__traceback__, ""
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            if code.co_filename == self.file:
+                found = f"{self.file}, line {trace.tb_lineno}, in {code.co_name}"
+            trace = trace.tb_next
+        return found
+
+
+def weakref_to(remote):
+    import weakref
+    return weakref.ref(remote)
+
+
+def known_error(name):
+    kind = getattr(builtins, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
+
+
+def captured(*things):
+    """The arrays and objects of the grader's that functions keep alive: what a backward holds."""
+    found, todo, seen = [], list(things), set()
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if type(thing) is Remote or isinstance(thing, np.ndarray):
+            found.append(thing)
+        elif isinstance(thing, (tuple, list)):
+            todo.extend(thing)
+        elif isinstance(thing, dict):
+            todo.extend(thing.values())
+        elif isinstance(thing, functools.partial):
+            todo += [thing.func, *thing.args, *thing.keywords.values()]
+        elif isinstance(thing, types.MethodType):
+            todo += [thing.__func__, *getattr(thing.__self__, "__dict__", {}).values()]
+        elif isinstance(thing, types.FunctionType):
+            todo += [cell.cell_contents for cell in thing.__closure__ or () if filled(cell)]
+            todo += [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
+    return found
+
+
+def filled(cell):
+    try:
+        cell.cell_contents                                 # noqa: B018
+        return True
+    except ValueError:                                     # a variable that has no value yet
+        return False
+
+
+# ---- what may be imported
+
+class Names(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """minidist as names that the grader knows; nothing else beside NumPy and what Python has."""
+
+    def find_spec(self, name, path=None, target=None):
+        top = name.split(".")[0]
+        if top == "minidist":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        if top not in sys.stdlib_module_names and top != "numpy":
+            home.refused.append(f"imports {name}")
+            raise ImportError(f"{name} is not at hand: only NumPy, minidist and what Python has")
+        return None
+
+    def create_module(self, spec):
+        return Names.Module(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+    class Module(types.ModuleType):
+        def __getattr__(self, name):
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return home.ask("name", self.__name__, name)
+
+
+# ---- what may be done
+
+def limit(seconds, megabytes):
+    """Limits that the system keeps: CPU time, memory, sizes of files, no core file."""
+    if resource is None:
+        return
+    for name, most in (("CPU", seconds), ("AS", megabytes << 20), ("FSIZE", 1 << 20),
+                       ("CORE", 0), ("NOFILE", 64)):
+        kind = getattr(resource, "RLIMIT_" + name, None)
+        if kind is None:
+            continue
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        try:
+            resource.setrlimit(kind, (most, most + (name == "CPU") if hard < 0 else hard))
+        except (ValueError, OSError):                      # macOS knows some names only
+            pass
+
+
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+NEVER = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.kill", "pty.spawn",
+         "subprocess.", "socket.", "signal.", "ctypes.", "resource.", "syslog.", "os.startfile")
+IN_FOLDER = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.chmod",
+             "os.chown", "os.truncate", "os.utime", "shutil.")
+UNKNOWN = {"ctypes", "_ctypes", "multiprocessing", "_multiprocessing", "_posixshmem"}
+
+
+def guard(folder):
+    """Refuse from now on what no exercise needs.  Such a hook can never be taken off"""
+    readable = [os.path.realpath(p) for p in
+                (folder, os.path.dirname(os.__file__), os.path.dirname(np.__file__))]
+    inside = threading.local()
+
+    def within(path, roots):
+        path = os.path.realpath(os.fsdecode(path))
+        others = "site-packages" in path or "dist-packages" in path
+        return any(path == root or path.startswith(root + os.sep) for root in roots
+                   if not others or root is readable[-1] or root is readable[0])
+
+    def wrong(event, args):
+        if event == "open":
+            path, mode, flags = args
+            if isinstance(path, int) or path in ("/dev/null", "/dev/urandom"):
+                return None
+            writes = set(mode or "") & set("wax+") or (flags or 0) & WRITING
+            if not within(path, readable[:1] if writes else readable):
+                return f"{'writes' if writes else 'reads'} {os.fsdecode(path)}"
+        elif event == "import" and args[0] in UNKNOWN:
+            return f"imports {args[0]}"
+        elif event.startswith(NEVER):
+            return f"uses {event}"
+        elif event.startswith(IN_FOLDER) and not all(
+                within(a, readable[:1]) for a in args if isinstance(a, (str, bytes, os.PathLike))):
+            return f"{event} outside its folder"
+
+    def hook(event, args):
+        if getattr(inside, "now", False):
+            return
+        inside.now = True
+        try:
+            what = wrong(event, args)
+        finally:
+            inside.now = False
+        if what:
+            home.refused.append(what)
+            raise PermissionError(f"{what}: an exercise needs no such thing")
+
+    sys.addaudithook(hook)
+
+
+if __name__ == "__main__":
+    home = Home(int(sys.argv[1]))
+    limit(*map(int, sys.argv[2:4]))
+    sys.meta_path.insert(0, Names())
+    guard(os.getcwd())
+    home.listen()
