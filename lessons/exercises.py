@@ -74,7 +74,7 @@ def imports(exercise):
     """Import lines for what the exercise uses: NumPy, imports of its modules, their own helpers."""
     own, found = {function.__name__ for function in exercise}, {}
     for function in exercise:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = ast.parse(source(function))
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - own
         for name, line in origins(sys.modules[function.__module__]).items():
             if name in used:
@@ -101,9 +101,14 @@ def origins(module):
     return where
 
 
+def source(thing):
+    """The library's text of a function or class."""
+    return textwrap.dedent(inspect.getsource(thing))
+
+
 def empty(thing):
     """Signature and docstring of a function, or of a class's methods, without the bodies."""
-    text = textwrap.dedent(inspect.getsource(thing))
+    text = source(thing)
     lines, kept, at = text.splitlines(), [], 0
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     for node in sorted(nodes, key=lambda node: node.lineno):

@@ -1,14 +1,14 @@
-"""Values between two processes: plain ones by value, arrays and lists as mirrors, objects by number.
+"""Values between two processes: plain ones copied, arrays and lists mirrored, objects by number.
 
-    plain numbers, text, tuples, slices, dtypes, ufuncs       copied
-    arrays, lists, dictionaries                               mirrored: both sides hold one, and what
-                                                              one side writes into its own is written
-                                                              into the other's with the next frame
-    anything else                                             stays where it is, and goes by a number
+    plain numbers, text, tuples, slices, dtypes, ufuncs    copied
+    arrays, lists, dictionaries                            mirrored: both sides hold one, and what
+                                                           one side writes into its own, the next
+                                                           frame writes into the other's
+    anything else                                          stays where it is, and goes by a number
 
 An array is a view of a buffer: two views of one buffer are so on the other side, too. Mirrors end
 with the outermost call. A frame is JSON, then bytes; nothing in it can name code to run.
-Both ends use this file: lessons/judge.py in the grader, lessons/pupil.py in the reader's process.
+Both ends use this file: lessons/session.py in the grader, lessons/pupil.py in the other process.
 """
 import builtins
 import json

@@ -1,15 +1,13 @@
 """The reader's process: it runs the reader's functions, and holds nothing of the grader's.
 
-    grader (lessons/judge.py)                           this process, one for each rank
+    grader (lessons/session.py)                         this process, one for each rank
     the lesson's proof calls the exercise   -- call -->  the reader's function runs
     the library does what is asked          <-- ask --   it uses a Tensor, a group, a library name
     ...                                     -- reply ->
     the proof goes on with the result       <- return -
 
-`import minidist` gives names only: what they mean stays with the grader, source and all. Before the
-reader's file is run, limits are set, and a hook refuses what no exercise needs: other processes,
-the network, files outside the folder that this process starts in. That hook ends mistakes and
-the usual cheats; it is no sandbox against an attacker.
+`import minidist` gives names only: what they mean stays with the grader, source and all. What this
+process may do is limited by lessons/fence.py, before the reader's file is run.
 """
 import builtins
 import functools
@@ -19,13 +17,10 @@ import os
 import sys
 import threading
 import types
-
-try:
-    import resource
-except ImportError:                                        # a platform that has no such limits
-    resource = None
+import weakref
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import fence  # noqa: E402
 import mirrors  # noqa: E402
 import numpy as np  # noqa: E402
 
@@ -145,8 +140,8 @@ class Home(mirrors.Mirrors):
         if type(x) is Remote:
             return ["home", x._number]
         if not callable(x):
-            raise TypeError(f"a {type(x).__name__} cannot leave this process: give arrays, numbers, "
-                            "text, lists, functions, or what the library made")
+            raise TypeError(f"a {type(x).__name__} cannot leave this process: give arrays, "
+                            "numbers, text, lists, functions, or what the library made")
         number = self.last = self.last - 1
         self.functions[number] = x
         return ["away", number, getattr(x, "__qualname__", type(x).__name__),
@@ -159,7 +154,7 @@ class Home(mirrors.Mirrors):
             remote = object.__new__(Remote)
             for name, value in (("_number", number), ("_times", 0), ("_known", known)):
                 object.__setattr__(remote, name, value)
-            self.remotes[number] = weakref_to(remote)
+            self.remotes[number] = weakref.ref(remote)
         object.__setattr__(remote, "_times", remote._times + 1)
         return remote
 
@@ -184,11 +179,6 @@ class Home(mirrors.Mirrors):
                 found = f"{self.file}, line {trace.tb_lineno}, in {code.co_name}"
             trace = trace.tb_next
         return found
-
-
-def weakref_to(remote):
-    import weakref
-    return weakref.ref(remote)
 
 
 def known_error(name):
@@ -255,79 +245,9 @@ class Names(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return home.ask("name", self.__name__, name)
 
 
-# ---- what may be done
-
-def limit(seconds, megabytes):
-    """Limits that the system keeps: CPU time, memory, sizes of files, no core file."""
-    if resource is None:
-        return
-    for name, most in (("CPU", seconds), ("AS", megabytes << 20), ("FSIZE", 1 << 20),
-                       ("CORE", 0), ("NOFILE", 64)):
-        kind = getattr(resource, "RLIMIT_" + name, None)
-        if kind is None:
-            continue
-        hard = resource.getrlimit(kind)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        try:
-            resource.setrlimit(kind, (most, most + (name == "CPU") if hard < 0 else hard))
-        except (ValueError, OSError):                      # macOS knows some names only
-            pass
-
-
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-NEVER = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.kill", "pty.spawn",
-         "subprocess.", "socket.", "signal.", "ctypes.", "resource.", "syslog.", "os.startfile")
-IN_FOLDER = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.chmod",
-             "os.chown", "os.truncate", "os.utime", "shutil.")
-UNKNOWN = {"ctypes", "_ctypes", "multiprocessing", "_multiprocessing", "_posixshmem"}
-
-
-def guard(folder):
-    """Refuse from now on what no exercise needs.  Such a hook can never be taken off"""
-    readable = [os.path.realpath(p) for p in
-                (folder, os.path.dirname(os.__file__), os.path.dirname(np.__file__))]
-    inside = threading.local()
-
-    def within(path, roots):
-        path = os.path.realpath(os.fsdecode(path))
-        others = "site-packages" in path or "dist-packages" in path
-        return any(path == root or path.startswith(root + os.sep) for root in roots
-                   if not others or root is readable[-1] or root is readable[0])
-
-    def wrong(event, args):
-        if event == "open":
-            path, mode, flags = args
-            if isinstance(path, int) or path in ("/dev/null", "/dev/urandom"):
-                return None
-            writes = set(mode or "") & set("wax+") or (flags or 0) & WRITING
-            if not within(path, readable[:1] if writes else readable):
-                return f"{'writes' if writes else 'reads'} {os.fsdecode(path)}"
-        elif event == "import" and args[0] in UNKNOWN:
-            return f"imports {args[0]}"
-        elif event.startswith(NEVER):
-            return f"uses {event}"
-        elif event.startswith(IN_FOLDER) and not all(
-                within(a, readable[:1]) for a in args if isinstance(a, (str, bytes, os.PathLike))):
-            return f"{event} outside its folder"
-
-    def hook(event, args):
-        if getattr(inside, "now", False):
-            return
-        inside.now = True
-        try:
-            what = wrong(event, args)
-        finally:
-            inside.now = False
-        if what:
-            home.refused.append(what)
-            raise PermissionError(f"{what}: an exercise needs no such thing")
-
-    sys.addaudithook(hook)
-
-
 if __name__ == "__main__":
     home = Home(int(sys.argv[1]))
-    limit(*map(int, sys.argv[2:4]))
+    fence.limit(*map(int, sys.argv[2:4]))
     sys.meta_path.insert(0, Names())
-    guard(os.getcwd())
+    sys.addaudithook(fence.Guard(os.getcwd(), home.refused))
     home.listen()

@@ -28,6 +28,7 @@ class Script:
     screens: list
     prove: object
     exercise: list
+    points: dict
     breaks: list
     close: tuple
     flags: dict
@@ -43,8 +44,8 @@ def read(screens):
     bugs = [f for f in names.values() if hasattr(f, "replaces")]
     close = names.get("TAKEAWAY", ""), names.get("FIELD", ""), names.get("TRY", ())
     return Script(name, title, question, header + neighbours(name), screens, names.get("prove"),
-                  list(names.get("EXERCISE", ())), bugs, close, names.get("OPTIONS", {}),
-                  names.get("ALONE", False))
+                  list(names.get("EXERCISE", ())), names.get("POINTS", {}), bugs, close,
+                  names.get("OPTIONS", {}), names.get("ALONE", False))
 
 
 def split_header(doc):
