@@ -11,18 +11,16 @@ grade; 2: nothing to grade. The JSON file is there from the beginning, as "did n
 import ast
 import importlib
 import io
-import json
 import os
 import random
 import re
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 from lessons import exercises, fence, judge, kit, script
 from lessons.substitute import Outcome
-from minidist import BadInput, flags
+from minidist import BadInput, files, flags
 from minidist.ranks import environment, launch
 from minidist.ranks.comm import solo
 
@@ -33,15 +31,13 @@ def main():
     options = parser().parse_args()
     if (environment.size() or 1) > 1:
         raise BadInput("one process grades, and starts others itself: leave mpirun out")
-    if options.json:
-        flags.writable(options.json)
+    files.ready(options.json, keep=options.files)
     papers = [Paper(path) for path in options.files]
     names = [paper.script.name for paper in papers]
     if twice := {name for name in names if names.count(name) > 1}:
         raise BadInput(f"two files are for lessons.{min(twice)}: grade them one after the other")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    grade(papers, options)
-    return 0
+    return grade(papers, options)
 
 
 def parser():
@@ -89,35 +85,27 @@ def lesson_of(path, source):
 # ---- grading
 
 def grade(papers, options):
-    """Fill in and print the records; the JSON file is true at every moment."""
+    """Fill in and print the records; the JSON file is true at every moment.  -> exit status"""
     records = [record for paper in papers for record in paper.records]
-    say = SimpleNamespace(state="did not finish")
-
-    def save():
-        if options.json:
-            data = json.dumps(result(records, options.seed, say.state), indent=1).encode()
-            flags.write(options.json, lambda file: file.write(data))
-
-    save()
+    save(records, options, "did not finish")
     try:
         for paper in papers:
             for function, record in zip(paper.script.exercise, paper.records):
                 record.update(one(paper, function, options))
                 show(record)
-                save()
-        say.state = "finished"
+                save(records, options, "did not finish")
     except (KeyboardInterrupt, SystemExit):
-        say.state = "interrupted"
+        save(records, options, "interrupted")
         raise
-    finally:
-        save()
     close(records, options)
+    return 0 if save(records, options, "finished") else 1
 
 
-def result(records, seed, state):
-    """All records, as data."""
-    return dict(state=state, seed=seed, points=sum(r["points"] for r in records),
-                possible=sum(r["possible"] for r in records), records=records)
+def save(records, options, state):
+    """Write all records as data.  -> is nothing missing?"""
+    return files.attempt(options.json, files.numbers(dict(
+        state=state, seed=options.seed, points=sum(r["points"] for r in records),
+        possible=sum(r["possible"] for r in records), records=records)))
 
 
 def one(paper, function, options):

@@ -110,26 +110,11 @@ def trial(lesson, ranks, seed, task=None):
 
     -> Outcome, bytes that the ranks have sent in all of it"""
     outcome, sent = substitute.Outcome(), [0] * ranks
-
-    def prove(comm):
-        inner = lesson.quietly(comm)
-        inner.hasty = True
-        if comm.rank == 0:
-            outcome.checks, outcome.ledger = inner.checks, inner.counts
-        try:
-            task and task.session()
-            with comm.counting() as counted:
-                lesson.script.prove(inner)
-        except BaseException:
-            task and task.end()                      # and nobody waits for a process any more
-            raise
-        sent[comm.rank] = sum(count.bytes for group, count in counted.by_group.items()
-                              if group != "kit")
-
     replaced = [(task.owner, task.name, task.stand_in())] if task else []
     with substitute.patched(*replaced), seeded(seed), frozen_batches():
         try:
-            run_threads(ranks, prove, sync=True, timeout=substitute.TIMEOUT)
+            run_threads(ranks, prove, lesson, outcome, sent, task, sync=True,
+                        timeout=substitute.TIMEOUT)
         except Enough:
             pass
         except Failed as error:
@@ -137,6 +122,25 @@ def trial(lesson, ranks, seed, task=None):
         except Exception as error:                   # noqa: BLE001  (a deadlock, say)
             outcome.error = substitute.describe(error)
     return outcome, sum(sent)
+
+
+def prove(comm, lesson, outcome, sent, task):
+    """Run the proof on one rank; rank 0 keeps what was checked."""
+    inner = lesson.quietly(comm)
+    inner.hasty = True
+    if comm.rank == 0:
+        outcome.checks, outcome.ledger = inner.checks, inner.counts
+    try:
+        if task:
+            task.session()
+        with comm.counting() as counted:
+            lesson.script.prove(inner)
+    except BaseException:
+        if task:
+            task.end()                               # nobody waits for a process any more
+        raise
+    sent[comm.rank] = sum(count.bytes for group, count in counted.by_group.items()
+                          if group != "kit")         # what the lesson itself says
 
 
 @contextmanager

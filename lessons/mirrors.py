@@ -130,25 +130,11 @@ class Mirrors:
             return self.encode_box(x)
         if isinstance(x, np.ndarray):
             return self.encode_array(x)
-        if isinstance(x, np.generic):
-            return ["scalar", x.dtype.str, x.tobytes().hex()]
-        if isinstance(x, np.dtype):
-            return ["dtype", x.str]
         if kind in (slice, range):
             return [kind.__name__, *map(self.encode, (x.start, x.stop, x.step))]
-        if kind is complex:
-            return ["complex", x.real, x.imag]
-        if kind is bytes:
-            return ["bytes", x.hex()]
-        if x is Ellipsis:
-            return ["..."]
-        if isinstance(x, np.ufunc) or kind is type and issubclass(x, np.generic):
-            return ["numpy", x.__name__]
-        if kind is type and x.__name__ in TYPES and x.__module__ == "builtins":
-            return ["type", x.__name__]
         if isinstance(x, types.GeneratorType):
             return ["iterator", *map(self.encode, x)]
-        return self.give(x)
+        return by_name(x) or self.give(x)
 
     def encode_box(self, box):
         known = self.numbers.get(id(box))
@@ -210,6 +196,25 @@ class Mirrors:
             self.views[said] = np.ndarray(shape, numeric(dtype), memory(owner), offset, strides)
             self.views[said].flags.writeable = bool(writeable)
         return self.views[said]
+
+
+def by_name(x):
+    """What JSON says of a value that has no parts; None if it is none."""
+    if isinstance(x, np.generic):
+        return ["scalar", x.dtype.str, x.tobytes().hex()]
+    if isinstance(x, np.dtype):
+        return ["dtype", x.str]
+    if type(x) is complex:
+        return ["complex", x.real, x.imag]
+    if type(x) is bytes:
+        return ["bytes", x.hex()]
+    if x is Ellipsis:
+        return ["..."]
+    if isinstance(x, np.ufunc) or type(x) is type and issubclass(x, np.generic):
+        return ["numpy", x.__name__]
+    if type(x) is type and x.__module__ == "builtins" and x.__name__ in TYPES:
+        return ["type", x.__name__]
+    return None
 
 
 def contents(box):
