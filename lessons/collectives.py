@@ -7,7 +7,7 @@
 """
 import numpy as np
 
-from lessons import kit
+from lessons import kit, setting
 from minidist import cost
 from minidist.collectives import (all_gather, all_reduce, all_to_all, alltoall, broadcast, calls,
                                   hierarchical, reduce, reduce_scatter, ring, tree)
@@ -126,7 +126,7 @@ def prove(lesson):
     """Is it right, for every root and lengths that do not divide?"""
     comm, p, r = lesson.comm, lesson.comm.size, lesson.comm.rank
     n = 3 * p + 1
-    xs = [np.arange(n) * (k + 2.0) + k for k in range(p)]
+    xs = [setting.numbers(n, k) for k in range(p)]
     x, total = xs[r].copy(), sum(xs)
     pieces = [np.array_split(y, p) for y in xs]              # [rank][piece]
     sizes = [len(piece) for piece in pieces[0]]

@@ -19,7 +19,7 @@ import numpy as np
 
 from lessons import substitute
 from lessons.proving import Enough
-from lessons.session import Failed, Session
+from lessons.session import KEPT, Failed, Session, keep
 from minidist.engine.data import Batch
 from minidist.ranks.comm import run_threads
 
@@ -111,7 +111,7 @@ def trial(lesson, ranks, seed, task=None):
     -> Outcome, bytes that the ranks have sent in all of it"""
     outcome, sent = substitute.Outcome(), [0] * ranks
     replaced = [(task.owner, task.name, task.stand_in())] if task else []
-    with substitute.patched(*replaced), seeded(seed), frozen_batches():
+    with substitute.patched(*replaced), seeded(seed), batches_kept():
         try:
             run_threads(ranks, prove, lesson, outcome, sent, task, sync=True,
                         timeout=substitute.TIMEOUT)
@@ -160,18 +160,19 @@ def seeded(seed):
 
 
 @contextmanager
-def frozen_batches():
-    """Let nobody write into a batch: the reference is trained on the same one."""
+def batches_kept():
+    """Let no process write into a batch: the reference is trained on the same one."""
     original = Batch.__init__
 
-    def frozen(self, *args, **named):
+    def kept(self, *args, **named):
         original(self, *args, **named)
         for array in vars(self).values():
-            while isinstance(array, np.ndarray):
-                array.flags.writeable, array = False, array.base
+            if isinstance(array, np.ndarray):
+                keep(array)
 
-    Batch.__init__ = frozen
+    Batch.__init__ = kept
     try:
         yield
     finally:
         Batch.__init__ = original
+        KEPT.clear()

@@ -99,6 +99,8 @@ class Mirrors:
         return changed
 
     def overwrite(self, buffer, data):
+        if not buffer.flat.flags.writeable:
+            raise Torn("it wrote into an array that is read-only here, such as a batch's")
         buffer.flat[...] = np.frombuffer(data, "u1")
         buffer.agreed = bytes(data)
 
@@ -145,21 +147,19 @@ class Mirrors:
         return [type(box).__name__, number, *map(self.encode, now)]
 
     def encode_array(self, x):
-        owner = x
-        while isinstance(owner.base, np.ndarray):
-            owner = owner.base
-        flat = memory(owner)
+        whole, dtype = owner(x), numeric(x.dtype)
+        flat = memory(whole)
         if flat is None:                              # it has gaps: a copy, which is no mirror
-            owner = x = np.ascontiguousarray(x)
-            flat = memory(owner)
-        number = self.numbers.get(id(owner))
+            whole = x = np.ascontiguousarray(x)
+            flat = memory(whole)
+        number = self.numbers.get(id(whole))
         if number is None:
-            number = self.number(owner)
-            buffer = self.buffers[number] = Buffer(owner, flat.view("u1"))
-            self.fresh.append([number, numeric(owner.dtype.str).str, len(buffer.agreed)])
+            number = self.number(whole)
+            buffer = self.buffers[number] = Buffer(whole, flat.view("u1"))
+            self.fresh.append([number, whole.dtype.str, len(buffer.agreed)])
             self.blobs.append(buffer.agreed)
         offset = address(x) - address(flat) if x.size else 0
-        said = number, x.dtype.str, x.shape, x.strides, offset, x.flags.writeable
+        said = number, dtype.str, x.shape, x.strides, offset, x.flags.writeable
         self.views[said] = x
         return ["array", *said]
 
@@ -192,8 +192,8 @@ class Mirrors:
     def decode_array(self, number, dtype, shape, strides, offset, writeable):
         said = number, dtype, tuple(shape), tuple(strides), offset, writeable
         if said not in self.views:
-            owner = self.buffers[number].owner
-            self.views[said] = np.ndarray(shape, numeric(dtype), memory(owner), offset, strides)
+            whole = memory(self.buffers[number].owner)
+            self.views[said] = np.ndarray(shape, numeric(dtype), whole, offset, strides)
             self.views[said].flags.writeable = bool(writeable)
         return self.views[said]
 
@@ -220,6 +220,13 @@ def by_name(x):
 def contents(box):
     """What a list or dictionary holds, in one list."""
     return [x for pair in box.items() for x in pair] if type(box) is dict else list(box)
+
+
+def owner(x):
+    """The array whose memory a view shows."""
+    while isinstance(x.base, np.ndarray):
+        x = x.base
+    return x
 
 
 def memory(owner):

@@ -173,7 +173,7 @@ class Home(mirrors.Mirrors):
         return f"{self.file}, line {frame.f_lineno}, in {frame.f_code.co_name}" if frame else ""
 
     def where(self, error):
-        if isinstance(error, SyntaxError):
+        if isinstance(error, SyntaxError) and error.filename == self.file:
             return f"{self.file}, line {error.lineno}"
         trace, found = error.__traceback__, ""
         while trace is not None:

@@ -29,6 +29,7 @@ from minidist.ranks.threads import Stopped
 
 PUPIL = Path(__file__).with_name("pupil.py")
 DEEPEST = 50                                         # calls of the exercise inside one another
+WALL = 10                                            # seconds in all, for each of computing
 
 OF_COMM = set("rank size name axes send recv sendrecv shift isend irecv exchange barrier split "
               "stream operation label scratch closed".split())
@@ -39,6 +40,8 @@ OPERATORS = set("getitem setitem delitem contains enter add radd sub rsub mul rm
                 "rtruediv matmul rmatmul pow neg".split())
 BUILT_IN = {"len": len, "iter": iter, "next": next, "bool": bool, "index": int, "float": float,
             "int": int}
+
+KEPT = {}                                            # id of an array's owner -> weak ref
 
 
 class Failed(Exception):
@@ -73,7 +76,7 @@ class Session(mirrors.Mirrors):
                 cwd=self.folder, pass_fds=[theirs.fileno()], start_new_session=True,
                 env=dict.fromkeys(THREAD_VARIABLES, "1"), stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.deadline, self.line, self.dead = time.monotonic() + 10 * task.seconds, "", ""
+        self.deadline, self.line, self.dead = time.monotonic() + WALL * task.seconds, "", ""
 
     def load(self):
         """Let the process run the reader's file."""
@@ -126,6 +129,8 @@ class Session(mirrors.Mirrors):
         name, text, where = map(str, message)
         if name == "NotImplementedError":
             raise failed_as(name, f"{where or self.task.file}: not written yet")
+        if name == "SyntaxError":
+            text = text.partition(" (")[0]
         said = text.startswith(self.task.file) or not where
         raise failed_as(name, text if said else f"{where}: {name}: {text}")
 
@@ -149,7 +154,7 @@ class Session(mirrors.Mirrors):
             refused = head.get("refused")
         except TimeoutError:
             raise self.end(Failed(f"{self.line or self.task.file}: no answer within "
-                                  f"{10 * self.task.seconds} s")) from None
+                                  f"{WALL * self.task.seconds} s")) from None
         except (EOFError, OSError):
             raise self.end(Failed(self.obituary())) from None
         except (AttributeError, TypeError, ValueError, KeyError) as error:
@@ -260,6 +265,14 @@ class Session(mirrors.Mirrors):
         if entry[1] <= 0:
             del self.objects[number], self.known[id(entry[0])]
 
+    def encode_array(self, x):
+        said, owner = super().encode_array(x), mirrors.owner(x)
+        kept = KEPT.get(id(owner))
+        if kept is not None and kept() is owner:
+            self.buffers[said[1]].flat.flags.writeable = False
+            said[-1] = False
+        return said
+
     def find_home(self, number):
         return self.objects[number][0]
 
@@ -273,6 +286,12 @@ class Session(mirrors.Mirrors):
         of_the_reader.__qualname__ = str(name)
         weakref.finalize(of_the_reader, self.dropped.append, number).atexit = False
         return of_the_reader
+
+
+def keep(array):
+    """Let no process write into an array, or what it is a view of."""
+    owner = mirrors.owner(array)
+    KEPT[id(owner)] = weakref.ref(owner)
 
 
 def call(thing, args, named):

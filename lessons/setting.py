@@ -58,6 +58,11 @@ def cut(model, mesh, way):
     return model
 
 
+def numbers(n, rank):
+    """Some whole numbers, others on every rank: their sums are the same in any order."""
+    return np.random.default_rng([n, rank]).integers(-99, 100, n).astype(float)
+
+
 def group(p, r=0):
     """p ranks as cost sees them, with the algorithms that are chosen by size."""
     return cost.Group(p, r, chosen)
