@@ -1,4 +1,4 @@
-"""lessons.grade: right solutions have their points; each of the usual cheats has none, and a reason.
+"""lessons.grade: right solutions have their points; the usual cheats have none, and a reason.
 
 The ring's exercise stands for all in most of these: it is small and sends messages. Ranks are 1 and
 2 here, and 1 to 4 in `python -m tests.grading`, which grades the functions of every lesson.
