@@ -48,8 +48,6 @@ def attach(optimizer, model, make_tier, comm=None, chunk=CHUNK):
         error = str(refused)
     errors = [e for e in (notes(error, comm) if comm else [error]) if e]
     if errors:                                              # on some ranks, or on all
-        if offload:
-            offload.close()
         raise BadInput(errors[0])
     optimizer.offload = offload.install(model)
     return optimizer
@@ -228,12 +226,12 @@ class Offload:
         self.starts = dict(zip(self.params, np.cumsum([0, *sizes]).tolist()))
         self.tier = make_tier(self.slots * self.region)
         self.buffers = np.empty((2, self.slots, min(self.chunk, self.region)), np.uint8)
-        self.thread, self.complete, self.here = ThreadPoolExecutor(1), True, ()
+        self.thread, self.complete, self.here = ThreadPoolExecutor(1), True, None
         self.views = {p.name: self.look(p, targets[p]) for p in self.params}
 
     def look(self, p, like):
         """Find the arrays of a parameter, where they lie.  -> one for each slot, as its target"""
-        starts = [slot * self.region + self.starts[p] for slot in range(self.slots)]
+        starts = (slot * self.region + self.starts[p] for slot in range(self.slots))
         return tuple(self.tier.array[at:at + like.nbytes].view(like.dtype).reshape(like.shape)
                      for at in starts)
 
@@ -243,7 +241,7 @@ class Offload:
         for name, arrays in self.optimizer.state.items():
             state[name] = arrays
         self.optimizer.state = state
-        self.optimizer.targets, self.optimizer.moments = self.targets, lambda p, w: self.here
+        self.optimizer.targets, self.optimizer.moments = self.targets, self.moments
         if self.both:
             model.sources = dict(model.pieces)
             for p in self.params:
@@ -285,7 +283,16 @@ class Offload:
             yield from self.pieces(i, buffer, found)
         for p in found:
             self.optimizer.state.there(p.name)
-        self.complete = True
+        self.complete, self.here = True, None
+
+    def moments(self, p, w):
+        """Return the state of a piece: in a step what has come by; outside of one, where it lies.
+
+        The latter is how a checkpoint is written and read: zeros, if there is no state yet."""
+        state = self.optimizer.state
+        if self.here is None and p.name not in state:
+            state[p.name] = [0] * len(state.views[p.name])
+        return state[p.name] if self.here is None else self.here
 
     def pieces(self, i, buffer, found):
         """Yield what is updated of chunk i.  found: {parameter: (whole target, gradient)}"""

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from minidist import BadInput, cost, ledger, offload, parallel, verify
+from minidist import BadInput, checkpoint, cost, ledger, offload, parallel, verify
 from minidist.engine.data import random_batch
 from minidist.engine.nn import Parameter
 from minidist.engine.optim import SGD, AdamW
 from minidist.mesh import DeviceMesh
+from minidist.placement import everything
 from minidist.ranks.comm import run_threads, solo
 from minidist.ranks.link import Link
 from minidist.step import train_step
@@ -117,6 +118,23 @@ def test_state_that_is_there_already_moves_along_and_can_be_set():
     optimizer.step()
     scale = (1 - optimizer.betas[0]) * np.ones_like(before[name][0])
     np.testing.assert_array_equal(optimizer.state[name][0], scale)
+
+
+def test_checkpoints_know_no_difference(tmp_path):
+    def rank(comm, before, after, kind):
+        mesh, model, optimizer = attached(comm, dict(dp=2, zero=3), MAKERS["AdamW"], before)
+        batches = [random_batch(14, 8, 6, seed=1, step=step) for step in range(3)]
+        train_step(model, batches[0], optimizer, mesh)
+        checkpoint.save(tmp_path / kind, model, optimizer, mesh, 1)
+        train_step(model, batches[1], optimizer, mesh)
+        whole = everything(model.parameters(), mesh)
+        mesh, model, optimizer = attached(comm, dict(dp=2, zero=3), MAKERS["AdamW"], after)
+        checkpoint.load(checkpoint.find(tmp_path / kind, comm), model, optimizer, mesh)
+        train_step(model, batches[1], optimizer, mesh)
+        same({"all": whole.values()}, {"all": everything(model.parameters(), mesh).values()})
+
+    for kind, tiers in enumerate([(None, offload.Host), (offload.Host, None)]):
+        run_threads(2, rank, *tiers, str(kind))
 
 
 def test_dtypes_may_differ_and_gradients_may_lack():
