@@ -1,4 +1,4 @@
-"""What the lesson on offload measures and counts: two speeds, a thread that keeps a diary, bytes."""
+"""What the lesson on offload measures and counts: two speeds, chunks that pass by, bytes."""
 import tempfile
 import time
 from functools import partial
@@ -13,32 +13,38 @@ CHUNK, ROWS = 8192, 6
 
 
 class Thread:
-    """Do what is submitted in order, at once or only when somebody waits for it; keep a diary."""
+    """Do what is submitted in order, at once or only when somebody waits for it."""
 
     def __init__(self, at_once):
-        self.todo, self.diary, self.at_once = [], [], at_once
+        self.todo, self.at_once = [], at_once
 
     def submit(self, fn, *args):
         job = Job(self, fn, args)
         self.todo.append(job)
         if self.at_once:
-            job.result()
+            self.todo.pop().run()
         return job
 
 
 class Job:
     def __init__(self, thread, fn, args):
-        self.thread, self.fn, self.args = thread, fn, args
+        self.thread, self.fn, self.args, self.error = thread, fn, args, None
 
     def result(self):
         while self in self.thread.todo:
-            job = self.thread.todo.pop(0)
-            job.fn(*job.args)
-            self.thread.diary.append((job.fn.__name__, job.args[0]))
+            self.thread.todo.pop(0).run()
+        if self.error:
+            raise self.error
+
+    def run(self):
+        try:
+            self.fn(*self.args)
+        except OSError as error:
+            self.error = error
 
 
-def followed(count, at_once=False):
-    """Let `count` chunks, each one number, pass by; 100 is added to each.
+def followed(count, at_once=False, full=None):
+    """Let `count` chunks, each one number, pass by; 100 is added to each.  full: cannot be put back
 
     -> [(chunk, its buffer, what that holds, what the other holds, jobs on their way)], the end"""
     there, buffers, thread = list(range(count)), [[None], [None]], Thread(at_once)
@@ -47,6 +53,8 @@ def followed(count, at_once=False):
         buffer[0] = there[i]
 
     def put(i, buffer):
+        if i == full:
+            raise OSError("the disk is full")
         there[i] = buffer[0]
 
     seen = []
@@ -70,6 +78,17 @@ def faults(at_once):
     return wrong
 
 
+def untold():
+    """Count chunks that could not be put back, of which nobody hears."""
+    heard = 0
+    for i in range(5):
+        try:
+            followed(5, full=i)
+        except OSError:
+            heard += 1
+    return 5 - heard
+
+
 def idle():
     """Count updates beside which a neighbour should travel, and does not."""
     seen, _ = followed(5)
@@ -87,10 +106,10 @@ def miscut():
             numbers = [(i, x) for chunk in chunks for i, a, b in chunk for x in range(a, b)]
             lengths = [sum(b - a for _, a, b in chunk) for chunk in chunks]
             empty = any(a == b for chunk in chunks for _, a, b in chunk)
-            pieces = sum(map(len, chunks))
+            full = [most] * (len(lengths) - 1)
             wrong += (numbers != [(i, x) for i, n in enumerate(sizes) for x in range(n)] or empty
-                      or lengths[:-1] != [most] * (len(lengths) - 1) or max(lengths, default=0) > most
-                      or pieces > len(sizes) + len(chunks))
+                      or lengths[:-1] != full or max(lengths, default=0) > most
+                      or sum(map(len, chunks)) > len(sizes) + len(chunks))
     return wrong
 
 

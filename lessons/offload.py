@@ -27,7 +27,7 @@ def two_bandwidths(lesson):
                  [[name, f"{speed / 1e9:,.4g}", *(f"{24 * n / speed:,.3f} s"
                                                   for n in (N_GPT3, 1e9))] for name, speed in rows])
     lesson.say("""
-        A file that was just written is still in memory: what is shown for it is no disk's speed.""")
+        A file that was just written is still in memory: its row is not a disk's speed.""")
 
 
 def two_buffers(lesson):
@@ -40,7 +40,7 @@ def two_buffers(lesson):
                  [[i, "AB"[which], ", then ".join(jobs)] for i, which, _, _, jobs in seen])
     lesson.say("""
         Chunk i + 1 comes into the buffer that chunk i - 1 goes back from: order is all that
-        protects it. No update begins before its chunk is here, no chunk comes before one is back.""")
+        protects it. No update before its chunk is here, no chunk comes before one is back.""")
 
 
 def flops_per_byte(lesson):
@@ -79,6 +79,7 @@ def prove(lesson):
     lesson.check("cut: full chunks, every number once", elsewhere.miscut())
     for at_once, name in ((False, "a slow thread"), (True, "a fast one")):
         lesson.check(f"{name}: chunks not here, or not back", elsewhere.faults(at_once))
+    lesson.check("chunks that could not be put back, and nobody hears", elsewhere.untold())
     lesson.check("updates beside which a neighbour does not travel", elsewhere.idle())
     lesson.check("dp, SGD, host memory: as if it were here, bit for bit",
                  elsewhere.apart(comm, 0, momentum, offload.Host))
