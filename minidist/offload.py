@@ -41,7 +41,7 @@ def attach(optimizer, model, make_tier, comm=None, chunk=CHUNK):
 
     make_tier(bytes) -> Host or File.  After what else changes the optimizer, such as zero.attach.
     -> the optimizer, whose `offload` is the Offload"""
-    offload, error = None, None
+    error = None
     try:
         offload = Offload(optimizer, getattr(model, "pieces", {}), make_tier, chunk)
     except BadInput as refused:
@@ -251,7 +251,7 @@ class Offload:
     def part_with(self, p, model):
         """Move a parameter's piece to the tier; whoever gathers it reads it there."""
         view = self.views[p.name][0]
-        view[...] = model.pieces[p.name]
+        view[...] = p.data
         p.data = model.pieces[p.name] = view
         model.sources[p.name] = Piece(self.tier, self.starts[p], view)
 
