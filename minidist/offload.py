@@ -296,14 +296,13 @@ class Offload:
 
     def pieces(self, i, buffer, found):
         """Yield what is updated of chunk i.  found: {parameter: (whole target, gradient)}"""
-        at = 0
         for k, start, stop in self.chunks[i]:
-            p, columns = self.params[k], slice(at, at + stop - start)
-            at = columns.stop
+            p = self.params[k]
             if p not in found:
                 continue
+            at = self.starts[p] + start - i * self.chunk
             w, g = (x.reshape(-1)[start // x.itemsize:stop // x.itemsize] for x in found[p])
-            rows = buffer[:, columns].view(w.dtype)
+            rows = buffer[:, at:at + stop - start].view(w.dtype)
             self.here = tuple(rows[self.both:])
             if p.name not in self.optimizer.state:          # its first update
                 rows[self.both:] = 0
