@@ -153,7 +153,8 @@ def refuse_uneven_tokens(T, p, method):
     if T % runs:
         needs = f"{runs} runs on {p} ranks" if method == "zigzag" else f"{p} ranks"
         raise BadInput(f"{T} tokens do not split over {needs} (--cp-method {method}); "
-                       f"use a context of {T - T % runs or runs} or {T - T % runs + runs}")
+                       f"use a context of {max(T // runs, 1) * runs} or "
+                       f"{(max(T // runs, 1) + 1) * runs}")
 
 
 def make_core(attn, comm, method):

@@ -195,7 +195,7 @@ class Sight(NamedTuple):
 def fold(x, K):
     """Make the heads that share a key head rows of one matrix.  [B, H, T, e] -> [B K, T H/K, e]"""
     B, H, T, e = x.shape
-    return x.reshape(B, K, H // K, T, e).swapaxes(2, 3).reshape(B * K, -1, e)
+    return x.reshape(B, K, H // K, T, e).swapaxes(2, 3).reshape(B * K, T * H // K, e)
 
 
 def unfold(x, shape):
@@ -203,7 +203,8 @@ def unfold(x, shape):
 
     A view of [B, T, H, e], the layout in which the next layer takes it, and keeps it, uncopied."""
     B, H, T, e = shape
-    x = x.reshape(B, -1, T, x.shape[1] // T, e).swapaxes(1, 2)
+    share = x.shape[1] // T                                     # B may be 0, a batch without rows
+    x = x.reshape(B, H // share, T, share, e).swapaxes(1, 2)
     return np.ascontiguousarray(x).reshape(B, T, H, e).swapaxes(1, 2)
 
 

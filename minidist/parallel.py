@@ -205,6 +205,7 @@ def tensor(model, mesh, options):
         return model
     if not sequence:
         return tp.parallelize(model, comm)
+    sp.refuse_uneven_tokens(model.config.context, comm.size, mesh["cp"].size)
     tp.parallelize(model, comm, sp.enter, sp.leave)
     return sp.parallelize(model, comm, keep_input=sequence == "keep")
 

@@ -63,11 +63,14 @@ def parallelize(model, comm, keep_input=False):
     return model
 
 
-def refuse_uneven_tokens(T, p):
-    """Raise BadInput unless each rank can have as many tokens as the others."""
-    if T % p:
-        raise BadInput(f"{T} tokens do not split over {p} ranks; "
-                       f"use a context of {T - T % p or p} or {T - T % p + p}, or no --sp")
+def refuse_uneven_tokens(T, p, cp=1):
+    """Raise BadInput unless each of p ranks can have as many tokens as the others; beside cp."""
+    runs = p * cp
+    if T % runs:
+        ranks = f"{p} ranks" if cp == 1 else f"{cp} ranks of --cp times {p} of --tp"
+        raise BadInput(f"{T} tokens do not split over {ranks}; use a context of "
+                       f"{max(T // runs, 1) * runs} or {(max(T // runs, 1) + 1) * runs}, "
+                       "or no --sp")
 
 
 def narrow_stream(batch, comm):

@@ -106,22 +106,31 @@ def build(o):
     config = models.configure(o, corpus.vocab)
     rows = -(-o.batch // (mesh.sizes["dp"] * o.grad_accum))
     ledger.refuse_too_large(sizes(o, config, B=rows, w=np.dtype(o.dtype).itemsize), o.batch)
+    run = Run(corpus, config, mesh, *assemble(o, config, mesh), History())
+    if o.found:
+        resume.go_on(o.found, run)
+    return run
+
+
+def assemble(o, config, mesh, prepare=lambda model: model):
+    """Spread a model, equip its optimizer, and with --verify make a twin of both.  Collective
+
+    prepare(plain model) -> it, changed.  -> model, optimizer, twin or None"""
     parallel.refuse_uneven_passes(o, mesh)
+
+    def made():
+        return prepare(models.plain(o, config))
 
     def optimizer(params):
         return models.make_optimizer(params, o, config)
 
-    model = parallel.spread(models.plain(o, config), mesh, o.sp, attention=o.attention,
-                            method=o.cp_method, schedule=o.schedule, chunks=o.chunks, zero=o.zero,
+    model = parallel.spread(made(), mesh, o.sp, attention=o.attention, method=o.cp_method,
+                            schedule=o.schedule, chunks=o.chunks, zero=o.zero,
                             recompute=o.recompute, precision=o.precision)
-    twin = verify.Twin(lambda: precision.use(models.plain(o, config), o.precision),
+    twin = verify.Twin(lambda: precision.use(made(), o.precision),
                        lambda params: precision.attach(optimizer(params), o.precision),
                        mesh) if o.verify else None
-    ours = parallel.equip(optimizer(model.parameters()), model, mesh, o.offload)
-    run = Run(corpus, config, mesh, model, ours, twin, History())
-    if o.found:
-        resume.go_on(o.found, run)
-    return run
+    return model, parallel.equip(optimizer(model.parameters()), model, mesh, o.offload), twin
 
 
 def look_around(o, rank):
