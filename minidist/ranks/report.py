@@ -6,6 +6,7 @@
 
 Rows come from the status file (ranks are processes), or straight from ranks that are threads.
 """
+import builtins
 import os
 import sys
 import threading
@@ -118,8 +119,7 @@ def user_line(frame):
         frames.append(frames[-1].f_back)
     found = next((f for f in frames if the_readers(f.f_code.co_filename)), None) or next(
         (f for f in frames if not f.f_code.co_filename.startswith((RANKS, LIBRARY, "<"))), frame)
-    path, here = found.f_code.co_filename, working_directory()
-    path = path[len(here):] if path.startswith(here) else os.path.basename(path)
+    path = shown(found.f_code.co_filename)
     return f"{path}:{found.f_lineno} in {found.f_code.co_name}"
 
 
@@ -129,11 +129,16 @@ def the_readers(path):
         not path.startswith(LIBRARY) or path.startswith(os.path.dirname(HERE[:-1])))
 
 
-def working_directory():
+def shown(path):
+    """A file's name, as short as it is clear: from the working directory, or a notebook's cell."""
+    notebook = getattr(builtins, "get_ipython", lambda: None)()
+    if notebook and path in (cells := getattr(notebook.compile, "_filename_map", {})):
+        return f"In[{cells[path]}]"
     try:
-        return os.getcwd() + os.sep
+        here = os.getcwd() + os.sep
     except OSError:                                # it has been deleted
-        return os.sep
+        here = os.sep
+    return path[len(here):] if path.startswith(here) else os.path.basename(path)
 
 
 def words(thing, how=str):
