@@ -77,8 +77,8 @@ def test_a_session_outlives_what_goes_wrong_in_it(kernel):
     out, name, text = run(client, ERROR)
     assert (name, text) == ("KeyError", "'boom'")
     out, name, text = run(client, DEADLOCK)
-    assert name == "Deadlock" and "a cycle of receives (rank 0 -> rank 1 -> rank 2 -> rank 3" in text
-    assert re.search(r"rank 3 waits for a message from rank 0 .* at In\[\d+\]:2 in body", text), text
+    assert name == "Deadlock" and "a cycle of receives (rank 0 -> rank 1 -> rank 2 -> rank" in text
+    assert re.search(r"rank 3 waits for a message from rank 0 .* at In\[\d+\]:2 in body", text)
 
     began = time.monotonic()
     out, name, text = run(client, ENDLESS, during=lambda text: manager.interrupt_kernel())
