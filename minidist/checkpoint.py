@@ -199,12 +199,17 @@ def load(found, model, optimizer=None, mesh=None):
         if len(pieces) > 1:
             optimizer.state[p.name] = tuple(x for _, x in pieces[1:])
     if optimizer:
-        for name, value in found.index["counters"].items():
-            if isinstance(value, list):                     # a tuple with names, as JSON keeps it
-                value = type(getattr(optimizer, name))(*value)
-            setattr(optimizer, name, value)
+        set_counters(optimizer, found.index["counters"])
         for hook in optimizer.after_step:
             hook()
+
+
+def set_counters(optimizer, counters):
+    """Let an optimizer count on from there."""
+    for name, value in counters.items():
+        if isinstance(value, list):                         # a tuple with names, as JSON keeps it
+            value = type(getattr(optimizer, name))(*value)
+        setattr(optimizer, name, value)
 
 
 def refuse_mismatch(found, mine, optimizer, world):

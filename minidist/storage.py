@@ -199,6 +199,6 @@ def candidates(where):
 def open_index(path):
     """Read the index of a checkpoint; Damaged if it cannot be used."""
     index = read_json(path / INDEX)
-    if index["format"] != FORMAT:
-        raise Damaged(f"{path} has format {index['format']}, and this program reads {FORMAT}")
+    if index.get("format") != FORMAT:
+        raise Damaged(f"{path} has format {index.get('format')}, and this program reads {FORMAT}")
     return index
