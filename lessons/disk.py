@@ -134,7 +134,7 @@ def kills(commit, scene="next"):
         with Watch(stop=len(rows) + 1) as watch:
             commit(target, index)
         going = len(watch.done) > len(rows)
-        rows.append((watch.done[-1] if going else "-", *look(place)))
+        rows.append((watch.done[-1] if going else "nothing: not killed", *look(place)))
         left = len(list(Path(place).glob("step_*.part"))) + (os.stat(place).st_ino in watch.dirty)
         shutil.rmtree(place)
     return rows, watch.unsynced + left

@@ -1,4 +1,4 @@
-"""Two halves of a training, with a checkpoint between them, which the lesson on checkpoints needs."""
+"""Two halves of a training, with a checkpoint between them, for the lesson on checkpoints."""
 from lessons import kit, setting
 from minidist import checkpoint, parallel
 from minidist.engine import optim

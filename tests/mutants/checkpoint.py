@@ -9,7 +9,7 @@ MUTANTS = {
         ("optimizer and p.requires_grad", "optimizer"),                       # of frozen ones, too
         ("in zip(names, moments)", "in zip(names[:1], moments)"),             # v is lost
         ("in zip(names, moments)", "in zip(names, moments[::-1])"),           # m for v
-        ("[np.zeros_like(piece) for _ in names]", "[]"),                      # before the first step
+        ("[np.zeros_like(piece) for _ in names]", "[]"),                      # before a step
         ("[np.zeros_like(piece) for _ in names]", "[np.ones_like(piece) for _ in names]"),
         ("optimizer.moment_names if", "('m', 'v') if"),                       # AdamW's, always
         ('f"{p.name}.{name}"', "p.name"),
@@ -31,7 +31,7 @@ MUTANTS = {
         ("**index", ""),
         ("    sync(part)\n", ""),                                             # names may be lost
         ("if target.exists():", "if False:"),
-        ("os.rename(target, old)", "remove(target)"),                         # nothing, for a moment
+        ("os.rename(target, old)", "remove(target)"),                         # nothing, a while
         ("        remove(old)\n", ""),                                        # one is in the way
         ("beside(target, OLD)", "beside(target, PART + OLD)"),                # nobody looks there
         ("    os.rename(part, target)\n", ""),
@@ -45,7 +45,7 @@ MUTANTS = {
 RIGHT = {
     "commit": [
         ("os.rename(part, target)", "part.rename(target)"),
-        ("    draft =", "    remove(old)\n    draft ="),                      # it is replaced by now
+        ("    draft =", "    remove(old)\n    draft ="),                      # it is replaced
     ],
     "fill": [("mine.reshape(-1)", "mine.ravel()")],
     "slots": [("if optimizer else p.data", "if optimizer is not None else p.data")],
