@@ -17,6 +17,7 @@ from minidist.engine.data import random_batch
 from minidist.engine.tensor import Tensor
 
 EXERCISE = [cp.forward, cp.backward]
+POINTS = {"backward": 2}
 ROWS, T = 2, 24                                            # 24 tokens: in 2p runs, p from 1 to 4
 
 

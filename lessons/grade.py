@@ -31,7 +31,7 @@ def main():
     options = parser().parse_args()
     if (environment.size() or 1) > 1:
         raise BadInput("one process grades, and starts others itself: leave mpirun out")
-    files.ready(options.json, keep=options.files)
+    files.ready(options.json, keep=[split(given)[1] for given in options.files])
     papers = [Paper(path) for path in options.files]
     names = [paper.script.name for paper in papers]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -44,7 +44,7 @@ def parser():
     p = flags.Parser(prog="python -m lessons.grade", description=__doc__.splitlines()[0],
                      epilog="example: python -m lessons.grade ring.py tp.py --json grade.json")
     p.add_argument("files", nargs="+", metavar="FILE", help="written by a lesson's --stub, and "
-                   "filled in")
+                   "filled in; ring=FILE: for this lesson, whatever the file says")
     p.add_argument("--json", metavar="OUT", help="write the records as data")
     p.add_argument("--seed", type=flags.integer(0), default=random.randrange(10 ** 6),
                    help="what the proofs' random values come from (default: drawn, and shown)")
@@ -58,27 +58,34 @@ def parser():
 class Paper:
     """One file, the lesson that it belongs to, and a record for each function of that."""
 
-    def __init__(self, path):
+    def __init__(self, given):
+        lesson, self.path = split(given)
         try:
-            self.path, self.source = path, Path(path).read_text(encoding="utf-8")
+            self.source = Path(self.path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise BadInput(f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
-                           ) from None
-        module = importlib.import_module(f"lessons.{lesson_of(path, self.source)}")
-        self.script = script.read(module.SCREENS)
+            raise BadInput(f"cannot read {self.path}: "
+                           f"{getattr(error, 'strerror', None) or error}") from None
+        lesson = lesson or lesson_of(self.path, self.source)
+        self.script = script.read(importlib.import_module(f"lessons.{lesson}").SCREENS)
         self.records = [dict(lesson=self.script.name, function=f.__name__, points=0,
                              possible=self.script.points.get(f.__name__, 1), ok=False, check="",
                              message="did not finish") for f in self.script.exercise]
         self.sent = {}                                # ranks -> bytes of the library's own proof
 
 
+def split(given):
+    """Take ring=mine.py apart.  -> lesson or "", path"""
+    name, equals, path = given.partition("=")
+    known = [name for name, _, _ in script.existing()]
+    return (name, path) if equals and name in known else ("", given)
+
+
 def lesson_of(path, source):
     """The lesson that a file names, as a stub does.  Raises BadInput"""
-    names = [name for name, _, _ in script.existing()]
-    found = [name for name in re.findall(r"lessons\.(\w+)", source) if name in names]
+    known = [name for name, _, _ in script.existing()]
+    found = [name for name in re.findall(r"lessons\.(\w+)", source) if name in known]
     if not found:
-        raise BadInput(f"{path} names no lesson: begin it as --stub does, with a docstring that "
-                       "says python -m lessons.ring --mine FILE, or of which it is")
+        raise BadInput(f"{path} names no lesson as a stub does: give it one, such as ring={path}")
     return found[0]
 
 
@@ -133,8 +140,8 @@ def proof(paper, ranks, seed, task):
     if ranks not in paper.sent:
         own, paper.sent[ranks] = judge.trial(lesson, ranks, seed)
         if not own.ok:
-            raise RuntimeError(f"lessons.{paper.script.name} fails on the library itself with "
-                               f"--seed {seed}: {own.failed[:1]}")
+            raise BadInput(f"no grade: lessons.{paper.script.name} fails on the library itself "
+                           f"with --seed {seed}: {own.failed[:1]}")
     outcome, sent = judge.trial(lesson, ranks, seed, task)
     where = "1 rank: " if ranks == 1 else f"{ranks} ranks: "
     if not outcome.ok:

@@ -18,8 +18,9 @@ from contextlib import contextmanager
 import numpy as np
 
 from lessons import substitute
+from lessons.asked import KEPT, alone, keep
 from lessons.proving import Enough
-from lessons.session import KEPT, Failed, Session, keep
+from lessons.session import Failed, Session
 from minidist.engine.data import Batch
 from minidist.ranks.comm import run_threads
 
@@ -78,7 +79,7 @@ class Task:
             raise ImportError(f"{inner} is the exercise itself")
         if callable(found) and not getattr(found, "__module__", "").startswith("minidist"):
             raise ImportError(f"{inner} is not minidist's own")
-        return found
+        return alone(found)
 
     def open(self, module):
         return module in self.modules or module.startswith(ROOMS) and module not in NOT

@@ -45,7 +45,8 @@ names every check once and without figures, and fails under every break, on 2 ra
 no two of them with the same checks. A question stands where nothing above it gives the answer away.
 A formula in a ledger gives its number with a pencil: the kit works it out from the letters. At most
 220 lines of source, 90 printed lines, 24 to a screen. OPTIONS = {"trace": "write a trace"} adds a
-flag that names a file, `lesson.options.trace`; ALONE = True: one rank runs it, the others wait.
+flag that names a file, `lesson.options.trace`; ALONE = True: one rank runs it, the others wait;
+POINTS = {"reduce_scatter": 2}: what a function of the exercise is worth, if not one point.
 '''
 import inspect
 import io

@@ -16,6 +16,7 @@ from minidist.simulate import draw, lines, peak_live
 from minidist.simulate import cost as timed
 
 EXERCISE = [schedules.one_f_one_b, pp.act]
+POINTS = {"act": 2}
 ROWS, M = 12, 6
 
 

@@ -16,6 +16,7 @@ from minidist.ranks import comm
 from minidist.ranks.comm import run_threads
 
 EXERCISE = [ring.reduce_scatter, ring.all_gather, ring.all_reduce]
+POINTS = {"reduce_scatter": 2}
 ALGORITHMS = "naive", "recursive_doubling", "ring", "double_tree"
 NAMES = "to the root", "recursive doubling", "ring", "double tree"
 

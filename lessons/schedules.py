@@ -13,6 +13,7 @@ from minidist.simulate import cost, draw, lines, numbers, peak_live
 
 ALONE = True
 EXERCISE = [schedules.interleaved, schedules.zb_h1]
+POINTS = {"interleaved": 2, "zb_h1": 2}
 
 
 def timeline(name, p, m, v=None):

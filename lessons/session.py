@@ -1,8 +1,7 @@
 """The grader's end of a conversation with a process of the reader's (lessons/pupil.py).
 
-What a process may ask for: public attributes and methods of the library's objects that it was
-given, and the names that lessons/judge.py allows. It never gets a module, a function's
-inside, or a way to write into what counts messages.
+A call goes there; until its answer comes, what the process asks for is done here, on the thread
+that called: lessons/asked.py says what that may be.
 """
 import builtins
 import os
@@ -16,32 +15,19 @@ import threading
 import time
 import types
 import weakref
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 
 from lessons import mirrors
+from lessons.asked import KEPT, Asked
 from minidist import THREAD_VARIABLES
 from minidist.ranks.comm import Comm
-from minidist.ranks.stream import Stream, Work
 from minidist.ranks.threads import Stopped
 
 PUPIL = Path(__file__).with_name("pupil.py")
 DEEPEST = 50                                         # calls of the exercise inside one another
 WALL = 10                                            # seconds in all, for each of computing
 
-OF_COMM = set("rank size name axes send recv sendrecv shift isend irecv exchange barrier split "
-              "stream operation label scratch closed".split())
-OF_STREAM = {"submit", "comm", "closed", "wait", "result"}
-OPAQUE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
-          types.GeneratorType, types.FrameType, types.CodeType, types.TracebackType, partial)
-OPERATORS = set("getitem setitem delitem contains enter add radd sub rsub mul rmul truediv "
-                "rtruediv matmul rmatmul pow neg".split())
-BUILT_IN = {"len": len, "iter": iter, "next": next, "bool": bool, "index": int, "float": float,
-            "int": int}
-
-KEPT = {}                                            # id of an array's owner -> weak ref
 
 
 class Failed(Exception):
@@ -59,7 +45,7 @@ def failed_as(name, text):
     return type(name, (Failed, kind) if fits else (Failed,), {})(text)
 
 
-class Session(mirrors.Mirrors):
+class Session(mirrors.Mirrors, Asked):
     """One process, and what it was given.  task: what it is to run (see judge.Task)"""
 
     def __init__(self, task):
@@ -204,45 +190,6 @@ class Session(mirrors.Mirrors):
         except Exception as error:                     # noqa: BLE001  (the reader's to handle)
             return "error", type(error).__name__, str(error)
 
-    def do_name(self, module, name):
-        return self.task.look_up(module, name)
-
-    def do_get(self, thing, name):
-        allowed = OF_COMM if isinstance(thing, Comm) else (
-            OF_STREAM if isinstance(thing, (Stream, Work)) else {name})
-        if name.startswith("_") or name not in allowed or isinstance(thing, OPAQUE):
-            raise AttributeError(f"a {type(thing).__name__} has no {name} that an exercise needs")
-        return getattr(thing, name)
-
-    def do_set(self, thing, name, value):
-        home = type(thing).__module__
-        if name.startswith("_") or not home.startswith(("minidist.", "numpy.random")) or (
-                home.startswith("minidist.ranks")):
-            raise AttributeError(f"a {type(thing).__name__} has no {name} to set")
-        setattr(thing, name, value)
-
-    def do_call(self, thing, args, named):
-        return placed(call, self.line)(thing, args, named)
-
-    def do_operator(self, name, thing, *args):
-        if name == "instancecheck":
-            return isinstance(args[0], thing)
-        if name in BUILT_IN:
-            return BUILT_IN[name](thing, *args)
-        if name not in OPERATORS:
-            raise TypeError(f"no operator {name}")
-        return getattr(type(thing), f"__{name}__")(thing, *args)
-
-    def do_exit(self, thing, error):
-        raised = None if error is None else RuntimeError(error)
-        return type(thing).__exit__(thing, raised and RuntimeError, raised, None)
-
-    def do_array(self, thing):
-        return np.asarray(thing)
-
-    def do_repr(self, thing):
-        return repr(thing)
-
     # ---- values
 
     def give(self, x):
@@ -286,25 +233,3 @@ class Session(mirrors.Mirrors):
         of_the_reader.__qualname__ = str(name)
         weakref.finalize(of_the_reader, self.dropped.append, number).atexit = False
         return of_the_reader
-
-
-def keep(array):
-    """Let no process write into an array, or what it is a view of."""
-    owner = mirrors.owner(array)
-    KEPT[id(owner)] = weakref.ref(owner)
-
-
-def call(thing, args, named):
-    return thing(*args, **named)
-
-
-def placed(function, line):
-    """A function as if it were written in this line of the reader's file: reports show that."""
-    try:
-        file, number, name = line.split(", ")
-        number, name = int(number.removeprefix("line ")), name.removeprefix("in ")
-        code = function.__code__.replace(co_filename=file, co_name=name,
-                                         co_firstlineno=max(1, number - 1))
-    except ValueError:
-        return function
-    return types.FunctionType(code, function.__globals__)

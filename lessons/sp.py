@@ -13,6 +13,7 @@ from minidist.engine import tensor
 from minidist.ranks.buffers import PAGE
 
 EXERCISE = [mappings.all_gather, mappings.reduce_scatter, sp.all_gather_linear]
+POINTS = {"all_gather_linear": 2}
 ROWS, STEPS, CONTEXT = 6, 4, 24                              # 24 tokens: over 1, 2, 3 and 4 ranks
 WAYS = {"one rank": "", "TP": "tp", "TP+SP, kept": "keep", "TP+SP": "again"}
 

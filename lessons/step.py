@@ -17,6 +17,7 @@ from minidist.engine import functional, nn, optim, tensor
 from minidist.engine.gpt import GPT, preset
 
 EXERCISE = [functional.layer_norm, functional.gelu]
+POINTS = {"layer_norm": 2}
 ALONE = True
 ROWS, RATES = 6, (1e-3, (0.9, 0.95), 1e-8, 0.1)           # lr, betas, eps, decay
 VIEWS = "reshape", "getitem", "transpose"

@@ -15,8 +15,8 @@ from minidist.engine import functional, tensor
 from minidist.ranks.comm import run_threads
 
 EXERCISE = [mappings.copy_to, mappings.reduce_from, tp.vocab_parallel_cross_entropy]
-ROWS, STEPS = 6, 5
-WIDE = 96                                            # rows of the batch whose traffic is counted
+POINTS = {"vocab_parallel_cross_entropy": 3}
+ROWS, STEPS, WIDE = 6, 5, 96                  # WIDE: rows of the batch whose traffic is counted
 over = partial(setting.cut, way="tp")
 LINKS = {"NVLink, 450 GB/s": 450e9, "network, 50 GB/s": 50e9}
 SLOWER = 5000                                        # than these, in software

@@ -19,6 +19,7 @@ import pytest
 
 from lessons import exercises, grade, session
 from lessons.script import existing
+from minidist.cost import messages
 from tests import grading
 
 RING = '''
@@ -83,7 +84,8 @@ def ring(**bodies):
 @pytest.mark.parametrize("function", ["reduce_scatter", "all_gather", "all_reduce"])
 def test_a_right_solution_has_its_points(function, tmp_path):
     record = graded(tmp_path, RING, function)
-    assert record == dict(points=1, ok=True, check="", message="")
+    points = 2 if function == "reduce_scatter" else 1              # the lesson's POINTS
+    assert record == dict(points=points, ok=True, check="", message="")
 
 
 TO_THE_LEFT = '''
@@ -207,6 +209,13 @@ CHEATS = {
         *file("comm.stream().worker.queue"), "Stream has no worker"),
     "a name of the library that opens files": (
         *file("Path('x').touch()", "from minidist.engine.data import Path\n"), "not at hand"),
+    "an array that all ranks share": (
+        *file("""
+              shared = _ones(4, np.dtype(float))
+              shared[...] = 0
+              assert _ones(4, np.dtype(float))[0] == 1, "it was written"
+              raise ValueError("it was not")""",
+              "from minidist.engine.functional import _ones\n"), "ValueError: it was not"),
     "os._exit(0) after a forged grade": (
         *file("", """
             import os
@@ -284,6 +293,13 @@ def test_a_cheat_has_no_points_and_a_reason(name, tmp_path, monkeypatch):
     assert record["points"] == 0 and not record["ok"], record
     assert re.search(reason, record["message"]), record["message"]
     assert [p.name for p in tmp_path.iterdir()] == ["mine.py"]
+
+
+def test_a_table_of_the_library_stays_as_it_is(tmp_path):
+    text = file("TERMS.clear()", "from minidist.cost.messages import TERMS\n")[0]
+    before = dict(messages.TERMS)
+    assert not graded(tmp_path, text, "all_reduce")["ok"]
+    assert messages.TERMS == before != {}
 
 
 def test_a_batch_that_is_emptied(tmp_path):
@@ -391,6 +407,12 @@ def test_two_files_of_one_lesson_are_refused(tmp_path):
         (tmp_path / name).write_text(WALLS)
     done = command(tmp_path / "a.py", tmp_path / "b.py")
     assert done.returncode == 2 and "two files are for lessons.walls" in done.stdout
+
+
+def test_a_file_may_be_given_a_lesson(tmp_path):
+    mine = tmp_path / "a.py"
+    mine.write_text(WALLS)
+    assert grade.Paper(f"ring={mine}").script.name == "ring"
 
 
 def test_points_name_functions_of_the_exercise():
