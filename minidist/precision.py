@@ -21,11 +21,12 @@ What stays in 32 bits: sums (products, norms, softmax, the loss), because a sum 
 once it is 2^11 times larger than they are; the masters; the optimizer's moments.
 
 What is real here, and what is not.  fp16 is NumPy's float16: 2 + 2 + 12 bytes per parameter, in
-arrays and in messages.  NumPy has no bfloat16: such numbers lie in float32 arrays, and are rounded
-where modules begin and end, so the rounding is real and the 2 bytes are not.  Gradients of bf16
-weights stay float32.  Nothing is faster: products are computed in float32 and rounded, since NumPy
-has no 16-bit BLAS.  A float64 model gets rounded parameters, masters and S, and nothing else: so
-`verify` can compare a step with one process to 1e-11.
+arrays and in messages (but keys and values that a ring of cp passes around are float32).  NumPy has
+no bfloat16: such numbers lie in float32 arrays, and are rounded where modules begin and end, so the
+rounding is real and the 2 bytes are not.  Gradients of bf16 weights stay float32.  Nothing is
+faster: products are computed in float32 and rounded, since NumPy has no 16-bit BLAS.  A float64
+model gets rounded parameters, masters and S, and nothing else: so `verify` can compare a step with
+one process to 1e-11.
 
 Price: skipped steps, and one message of 4 bytes per step.  P + G + O stay 16 bytes per parameter:
 see cost.state_bytes.  Gain: activations, and what is sent, / 2.
@@ -178,7 +179,7 @@ def scaled(scale):
 def overflowed(params, mesh):
     """Say, on all ranks alike, whether any gradient on any rank is infinite or NaN.  Collective"""
     mine = any(p.grad is not None and not np.isfinite(p.grad).all() for p in params)
-    return bool(agree([mine], mesh.world)[0])
+    return bool(agree([mine], mesh[tuple(mesh.sizes)])[0])
 
 
 def update(optimizer, params, mesh, count, max_norm):

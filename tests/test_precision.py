@@ -214,8 +214,9 @@ def test_gelu_of_large_float16():
 
 
 def test_the_loss_is_float32():
-    model = precision.use(tiny(np.float32, context=128, vocab=13), "fp16")
-    loss = model(random_batch(13, 128, 250, seed=1, step=0, ragged=False))
+    model = precision.use(tiny(np.float32, context=128), "fp16")
+    batch = random_batch(13, 128, 250, seed=1, step=0, ragged=False)
+    loss = model.parts["head"](Tensor(random(250, 128, 16)), batch)
     assert loss.dtype == np.float32 and 65504 < loss.item() < 1e5
 
 
@@ -260,7 +261,7 @@ def test_activations_equal_the_formula(sizes):
     model = precision.use(tiny(np.float32, **sizes), "fp16")
     batch = random_batch(13, 8, 3, seed=1, step=2)
     held = graph_bytes(model(batch), exclude=ledger.known(model, batch))
-    assert held == cost.gpt_activations(cost.Sizes.of(model.config, B=3, w=2), batch.count, loss=4)
+    assert held == cost.gpt_activations(cost.Sizes.of(model.config, B=3, w=2, loss=4), batch.count)
 
 
 # ------------------------------------------------------------------ on ranks
@@ -299,7 +300,7 @@ def compared(comm, options, form, make, scale):
     ours.loss_scale = scale
     twin = verify.Twin(lambda: precision.use(plain(), form), lambda params: with_scale(
         precision.attach(make(params), form), scale), mesh)
-    for batch in batches(4):
+    for batch in batches(3):
         step = train_step(model, batch, ours, mesh, num_microbatches=2, max_norm=0.5)
         twin.check(step, model, ours, batch, max_norm=0.5)
     return twin.verdict, ours.loss_scale
@@ -312,13 +313,15 @@ def with_scale(optimizer, scale):
 
 @by_form
 def test_a_layout_trains_as_one_process_does(form, options):
-    """Masters, rounded parameters, moments, scaled gradients, norm and S, over three steps."""
+    """Masters, rounded parameters, moments, scaled gradients, norm and S, over three steps.
+
+    SGD where pieces are written; elsewhere its step has no part in the layout."""
     scale = LossScale(8.0, window=2) if form == "fp16" else None
-    for make in (SGD_, ADAMW):
+    for make in (SGD_, ADAMW) if options.get("zero") == 3 else (ADAMW,):
         verdict, scale_after = run_threads(layout(options)[2], compared, options, form, make,
                                            scale)[0]
-        assert verdict.equal and verdict.steps == 4, verdict.line()
-        assert form != "fp16" or scale_after.value == 32
+        assert verdict.equal and verdict.steps == 3, verdict.line()
+        assert form != "fp16" or scale_after.value == 16
 
 
 def trained(comm, options, form, steps=3, planted=None):

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from minidist import buckets, cost, ledger, parallel, zero
+from minidist import buckets, cost, ledger, parallel, precision, zero
 from minidist.collectives import chosen
 from minidist.dp import DistributedDataParallel
 from minidist.engine import attention
@@ -41,12 +41,14 @@ CASES = {
 }
 
 
-def counted(layout, config, rows, ragged, optimizer=AdamW):
+def counted(layout, config, rows, ragged, optimizer=AdamW, form=None):
     """Take two steps on thread ranks.  -> (coordinates, Count of the second, Bytes) of each rank"""
     def rank(world):
         mesh = DeviceMesh(world, dp=layout.dp, cp=layout.cp, tp=layout.tp)
-        model = spread(perturb(tiny(**config)), mesh, layout)
+        model = spread(perturb(tiny(np.float32 if form else np.float64, **config)), mesh, layout,
+                       form)
         opt = parallel.equip(optimizer(model.parameters(), 0.01), model)
+        opt.loss_scale = precision.LossScale(8.0) if form else None
         batches = [random_batch(config["vocab"], config["context"], rows, 1, t, ragged)
                    for t in range(2)]
         train_step(model, batches[0], opt, mesh, layout.microbatches)
@@ -60,11 +62,11 @@ def counted(layout, config, rows, ragged, optimizer=AdamW):
     return run_threads(layout.dp * layout.cp * layout.tp, rank)
 
 
-def spread(model, mesh, layout):
+def spread(model, mesh, layout, form=None):
     """As the command spreads it; with other buckets than the usual ones, by dp alone."""
     if layout.first == buckets.FIRST:
         return parallel.spread(model, mesh, layout.sequence, zero=layout.zero,
-                               method=layout.method)
+                               method=layout.method, precision=form)
     if layout.zero:
         return zero.parallelize(model, mesh["dp"], layout.zero, bucket_bytes=layout.cap,
                                 first_bucket_bytes=layout.first)
@@ -81,9 +83,10 @@ def by_axes(count):
     return {axes: sent for axes, sent in found.items() if sent[0]}
 
 
-def compare(layout, config, rows=5, ragged=True, **options):
-    sizes = cost.Sizes.of(tiny(**config).config, B=rows, w=8, tile=attention.TILE)
-    for at, sent, held, targets in counted(layout, config, rows, ragged, **options):
+def compare(layout, config, rows=5, ragged=True, form=None, **options):
+    bits = dict(w=2, loss=4) if form else dict(w=8)
+    sizes = cost.Sizes.of(tiny(**config).config, B=rows, tile=attention.TILE, **bits)
+    for at, sent, held, targets in counted(layout, config, rows, ragged, form=form, **options):
         step = cost.step(sizes, layout, targets, **at)
         assert {axes: price[1:] for axes, price in step.sent.items() if price.messages} == sent
         # A gathered input that is kept begins off a page's border: two per block, one in the head.
@@ -98,6 +101,15 @@ def compare(layout, config, rows=5, ragged=True, **options):
 def test_every_byte_sent_and_held_is_predicted(case):
     axes, config = CASES[case]
     compare(cost.Layout(**axes, chosen=chosen), config)
+
+
+@pytest.mark.parametrize("axes", [
+    dict(), dict(dp=3), dict(dp=3, zero=1), dict(dp=2, zero=2, microbatches=2), dict(dp=3, zero=3),
+    dict(tp=3), dict(tp=3, sequence="again"), dict(dp=2, tp=3, sequence="again", zero=3),
+    dict(cp=3, method="ulysses")], ids=str)
+def test_fp16_sends_and_holds_what_is_predicted(axes):
+    """Two bytes per number, four in the loss, twelve of state; and one question: any overflow?"""
+    compare(cost.Layout(**axes, state=6, scaled=True, chosen=chosen), ODD, form="fp16")
 
 
 @pytest.mark.parametrize("microbatches", [2, 3])

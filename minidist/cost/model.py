@@ -22,6 +22,7 @@ class Sizes:
     V: int                      # vocabulary
     L: int                      # layers
     w: int = 4                  # bytes per number
+    loss: int | None = None     # the same in the loss, 4 for a model in 16 bits; None: w
     tied: bool = True           # are the head's weights the embedding's?
     dropout: bool = False
     E: int = 0                  # experts in the place of each MLP; 0: the MLP itself
@@ -59,6 +60,11 @@ class Sizes:
     def e(self):
         """Width of one head."""
         return self.D // self.H
+
+    @property
+    def wide(self):
+        """Bytes per number in the loss."""
+        return self.loss or self.w
 
     @property
     def kv(self):
@@ -143,15 +149,14 @@ def state_bytes(form=None):
     return {"fp16": (2, 2, 12), "bf16": (2, 4, 12)}.get(form, (4, 4, 8))
 
 
-def gpt_activations(sizes, targets=None, loss=None):
+def gpt_activations(sizes, targets=None):
     """Bytes that a GPT keeps between forward and backward.
 
-    targets: how many tokens have one; None: all.  loss: bytes per number of the softmax in the
-    loss, 4 for a model in 16 bits; None: as everywhere."""
+    targets: how many tokens have one; None: all."""
     N, D, w = sizes.N, sizes.D, sizes.w
     targets = N if targets is None else targets
     embed = 8 * (N + sizes.T) + (N * D * w if sizes.dropout else 0)      # ids, positions; mask
-    head = (2 * N * D + N) * w + N * sizes.V * (loss or w) + 16 * targets     # softmax, index last
+    head = (2 * N * D + N) * w + N * sizes.V * sizes.wide + 16 * targets     # softmax, index last
     return embed + sizes.L * sum(kept.bytes for kept in block_activations(sizes)) + head
 
 

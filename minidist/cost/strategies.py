@@ -92,7 +92,7 @@ def tp(sizes, group):
     the head (backward); three of [B, T] in the loss; and, where p > K, tp_keys."""
     layers = (2 * sizes.L + 1) * group.all_reduce(sizes.N * sizes.D, sizes.w)
     forward, backward = tp_keys(sizes, group)
-    return layers + 3 * group.all_reduce(sizes.N, sizes.w) + forward, layers + backward
+    return layers + 3 * group.all_reduce(sizes.N, sizes.wide) + forward, layers + backward
 
 
 def tp_keys(sizes, group):
@@ -114,7 +114,7 @@ def sp(sizes, group, keep_input=False):
     layers = (2 * sizes.L + 1) * (there + back)
     again = (0 if keep_input else 2 * sizes.L + 1) * there
     forward, backward = tp_keys(sizes, group)
-    return layers + 3 * group.all_reduce(sizes.N, sizes.w) + forward, layers + again + backward
+    return layers + 3 * group.all_reduce(sizes.N, sizes.wide) + forward, layers + again + backward
 
 
 def between_cuts(kept):
@@ -138,7 +138,7 @@ def tp_activations(sizes, group, sequence=None):
     share, D, w = tp_share(sizes, group, sequence), sizes.D, sizes.w
     positions = sizes.T // group.p if sequence else sizes.T
     embed = 9 * sizes.N + 8 * positions + (share.stream * D * w if sizes.dropout else 0)
-    logits = sizes.N * chunks(sizes.V, group.p)[group.rank] * w
+    logits = sizes.N * chunks(sizes.V, group.p)[group.rank] * sizes.wide
     head = (share.stream * (D + 1) + share.inputs * D) * w + logits + 10 * sizes.N
     block = sum(kept.bytes for kept in block_activations(sizes, share))
     return embed + sizes.L * block + head
@@ -192,7 +192,9 @@ class Layout:
     zero: int = 0                       # the stage of ZeRO over the ranks of dp; 0: DDP
     sequence: str | None = None         # over the ranks of tp: "again", "keep" or not at all
     microbatches: int = 1
-    state: int = 2                      # numbers of optimizer state per parameter: 2 for AdamW
+    state: int = 2                      # numbers of w bytes of optimizer state per parameter:
+                                        # 2 for AdamW, 6 in fp16, where they are of 4 bytes
+    scaled: bool = False                # is there a loss scale: does every step ask for overflows?
     first: int = 1 << 20                # bytes that close DDP's first bucket
     cap: int = 25 << 20                 # bytes that close each further one
     chosen: object = always_ring        # see Group
@@ -282,8 +284,10 @@ def rest(rank, kinds, *axes):
 
 
 def norm_sends(rank):
-    """Sum the squares of all gradients, one number, over everybody."""
+    """Sum the squares of all gradients, one number, over everybody; ask for an overflow."""
     yield AXES, rank.group(*AXES).all_reduce(1, 8)
+    if rank.layout.scaled:
+        yield AXES, rank.group(*AXES).all_reduce(1, 4)
 
 
 SENDS = [data_parallel_sends, tensor_parallel_sends, context_parallel_sends, norm_sends]
