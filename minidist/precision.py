@@ -46,7 +46,7 @@ from minidist.engine.tensor import Tensor, cast
 from minidist.placement import agree, finalize, grad_norm
 
 FORMS = "fp16", "bf16"
-START = 2.0 ** 16               # S of a run of train; Megatron's 2^32 skips some twenty steps first
+START = 2.0 ** 8                # of a sum over tokens: over 256 of them, what 2^16 is of their mean
 
 
 # ------------------------------------------------------------------------ rounding
