@@ -7,7 +7,8 @@
     collectives/   arrays over       ring tree halving double_tree hierarchical alltoall
                    ranks             choice layouts calls
     cost/          closed forms      messages model shards experts strategies
-    bench/         measurements      engine attention collectives train moe tp fit
+    bench/         measurements      engine attention memory collectives train moe tp
+                                     fit
 
     where the two worlds meet        mesh mappings placement buckets schedules
     one technique each               dp zero tp sp pp flash cp ulysses moe ep

@@ -6,6 +6,7 @@ import pytest
 
 from minidist import cost
 from minidist.bench import engine as bench_engine
+from minidist.bench import memory as bench_memory
 from minidist.engine import gpt
 from tests.mpi import execute, need_mpi
 
@@ -35,6 +36,17 @@ def test_the_table_of_attention(tmp_path):
     assert [row["attention"] for row in rows] == ["plain", "tiled", "ring, 2 ranks"]
     assert all(row["ms"] > 0 and row["tokens"] == 64 for row in rows)
     assert rows[0]["of_plain"] == rows[1]["of_tiled"] == 1
+
+
+def test_the_table_of_what_memory_costs(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["memory", "--preset", "lesson", "--rounds", "1", "--json",
+                                      str(path), "--dir", str(tmp_path)])
+    assert bench_memory.main() == 0
+    plain, blocks, _, attention, offload = json.loads(path.read_text())["rows"]
+    assert (plain["ratio"], offload["flops_ratio"]) == (1, 1)
+    assert 1 < attention["flops_ratio"] < blocks["flops_ratio"] < 4 / 3
+    assert f"{blocks['step_ms']:.1f}" in capsys.readouterr().out
 
 
 def test_the_engine_s_table_and_file(tmp_path):

@@ -4,6 +4,7 @@
     python -m minidist.bench collectives -n 4  every algorithm, beside MPI's own
     python -m minidist.bench train             tokens/s on 1, 2 and 4 ranks, beside PyTorch DDP
     python -m minidist.bench attention         plain, tiled, PyTorch's; a ring over ranks
+    python -m minidist.bench memory            recomputation and offload, beside a plain step
     python -m minidist.bench moe -n 2          a layer of experts, beside a dense one; losses
     python -m minidist.bench tp                one layer over 2 ranks, beside one rank
 
@@ -18,7 +19,7 @@ from importlib.util import find_spec
 from minidist import BadInput
 from minidist.ranks import launch
 
-PARTS = "engine", "attention", "collectives", "train", "moe", "tp"
+PARTS = "engine", "attention", "collectives", "memory", "train", "moe", "tp"
 
 
 def main():
