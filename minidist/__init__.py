@@ -6,7 +6,7 @@
                    start and fail    report watch arrive safety environment launch
     collectives/   arrays over       ring tree halving double_tree hierarchical alltoall
                    ranks             choice layouts calls
-    cost/          closed forms      messages model shards experts strategies
+    cost/          closed forms      messages model shards experts strategies layout
     bench/         measurements      engine attention memory collectives train moe tp
                                      fit
 

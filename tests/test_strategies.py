@@ -2,12 +2,14 @@
 import numpy as np
 import pytest
 
-from minidist import buckets, cost, ledger, parallel, precision, zero
+from minidist import buckets, cost, ledger, offload, parallel, precision, zero
 from minidist.collectives import chosen
+from minidist.cost.layout import Rank, activations
 from minidist.dp import DistributedDataParallel
 from minidist.engine import attention
 from minidist.engine.data import random_batch
 from minidist.engine.optim import SGD, AdamW
+from minidist.engine.tensor import graph_bytes, replaying
 from minidist.mesh import DeviceMesh
 from minidist.ranks.buffers import PAGE
 from minidist.ranks.comm import run_threads
@@ -39,6 +41,20 @@ CASES = {
     "dp 2, tp 4, sp, keys shared": (dict(dp=2, tp=4, sequence="again"), dict(
         heads=4, width=20, kv_heads=2, vocab=13, context=12)),
 }
+LESS = {
+    "blocks": (dict(recompute="blocks"), ODD),
+    "sqrt, dp 2, zero 1, offload": (dict(recompute="sqrt", dp=2, zero=1, offload=256), ODD),
+    "attention, dropout": (dict(recompute="attention"), dict(ODD, dropout=0.2)),
+    "blocks, tp 3, dropout": (dict(recompute="blocks", tp=3), dict(ODD, dropout=0.2)),
+    "sqrt, sp 2": (dict(recompute="sqrt", tp=2, sequence="again"), dict(ODD, kv_heads=2)),
+    "attention, tp 2, untied": (dict(recompute="attention", tp=2), dict(ODD, kv_heads=6,
+                                                                      tied=False)),
+    "blocks, cp 2, zigzag": (dict(recompute="blocks", cp=2), ODD),
+    "dp 3, zero 3, offload": (dict(dp=3, zero=3, offload=1024, microbatches=2), ODD),
+    "dp 2, tp 2, zero 3, all of it": (dict(dp=2, tp=2, zero=3, offload=64, microbatches=3,
+                                           recompute="blocks"), dict(ODD, kv_heads=2)),
+    "dp 2, zero 2, offload": (dict(dp=2, zero=2, offload=1 << 20), ODD),
+}
 
 
 def counted(layout, config, rows, ragged, optimizer=AdamW, form=None):
@@ -60,6 +76,68 @@ def counted(layout, config, rows, ragged, optimizer=AdamW, form=None):
         at = {axis: mesh.coords[axis] for axis in ("dp", "cp", "tp")}
         return at, by_axes(count), held._replace(activations=kept), first.count
     return run_threads(layout.dp * layout.cp * layout.tp, rank)
+
+
+@pytest.mark.parametrize("case", LESS)
+def test_recomputed_and_offloaded_steps(case):
+    """What is kept when forward ends and at the top of backward; what moves; whose FLOPs."""
+    axes, config = LESS[case]
+    layout = cost.Layout(**axes, chosen=chosen)
+    sizes = cost.Sizes.of(tiny(**config).config, B=6, w=8, tile=attention.TILE)
+    for at, ends, top, held, account, targets in followed(layout, config):
+        step = cost.step(sizes, layout, targets, **at)
+        assert activations(Rank(sizes, layout, at), targets) == (ends, top), at
+        assert step.held == held._replace(activations=top)
+        assert step.moved[:3] == (tuple(account.values()) if layout.offload else (0, 0, 0))
+
+
+def followed(layout, config):
+    """Take a step on thread ranks, and follow a forward and backward of its first micro-batch."""
+    def rank(world):
+        mesh = DeviceMesh(world, dp=layout.dp, cp=layout.cp, tp=layout.tp)
+        model, watch = perturb(tiny(**config)), Watch()
+        for block in model.blocks:
+            block.wrap(watch)
+        model = parallel.spread(model, mesh, layout.sequence, zero=layout.zero,
+                                method=layout.method, recompute=layout.recompute)
+        opt = parallel.equip(AdamW(model.parameters(), 0.01), model)
+        if layout.offload:
+            offload.attach(opt, model, offload.Host, world, layout.offload)
+        batch = random_batch(config["vocab"], config["context"], 6, 1, 0, True)
+        train_step(model, batch, opt, mesh, layout.microbatches)
+        account, held = opt.offload.account() if layout.offload else {}, ledger.held(model, opt)
+        first = model.localize(batch).split(layout.microbatches)[0]
+        model.zero_grad()
+        watch.known, loss = ledger.known(model, first), model(first)
+        watch.graph = ledger.nodes(loss)
+        ends, watch.most = graph_bytes(loss, exclude=watch.known), 0
+        loss.backward()
+        at = {axis: mesh.coords[axis] for axis in ("dp", "cp", "tp")}
+        return at, ends, max(ends, watch.most), held, account, first.count
+    return run_threads(layout.dp * layout.cp * layout.tp, rank)
+
+
+class Watch:
+    """Note the most that is kept when a block has been computed again."""
+    graph, known, most = (), (), 0
+
+    def __call__(self, forward, x, batch):
+        y = forward(x, batch)
+        if replaying() and self.graph:                      # x is as large as the segment's input
+            held = graph_bytes(y, *map(ledger.rooted, self.graph), exclude=self.known)
+            self.most = max(self.most, held + x.data.nbytes)
+        return y
+
+
+@pytest.mark.parametrize("axes", [dict(), dict(dp=2), dict(dp=2, tp=3), dict(cp=3), dict(
+    dp=2, tp=2, sequence="again", zero=3), dict(cp=2, method="ulysses", tp=3)], ids=str)
+@pytest.mark.parametrize("what", [None, "blocks", "sqrt", "attention"])
+def test_all_ranks_together_compute_the_flops_of_one_process(axes, what):
+    sizes = cost.Sizes(B=8, T=12, D=24, H=6, V=13, L=4)
+    layout = cost.Layout(**axes, recompute=what, microbatches=3)
+    total = sum(cost.step(sizes, layout, dp=d, cp=c, tp=t).flops for d in range(layout.dp)
+                for c in range(layout.cp) for t in range(layout.tp))
+    assert total == cost.gpt_flops(sizes) + (cost.recomputed_flops(sizes, what) if what else 0)
 
 
 def spread(model, mesh, layout, form=None):

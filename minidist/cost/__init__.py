@@ -6,11 +6,12 @@
                   what lies elsewhere, and moves      cost.offload(numbers, w)
     experts       rows that go to their experts       cost.ep(there, back, held, sizes, group)
     strategies    what each strategy adds and saves   cost.tp(Sizes(...), Group(p, rank))
-                  all of a layout together            cost.step(Sizes(...), Layout(dp=2, tp=4))
+    layout        all of a layout together            cost.step(Sizes(...), Layout(dp=2, tp=4))
 
 Bytes are bytes *sent* by one rank.  Imports no array, and knows no rank but its number.
 """
 from minidist.cost.experts import ep                                             # noqa: F401
+from minidist.cost.layout import Layout, step                                   # noqa: F401
 from minidist.cost.messages import (                                             # noqa: F401
     Group, Price, all_gather, all_reduce, all_to_all, broadcast, chunks, double_tree, gather,
     hierarchical, reduce, reduce_scatter, scatter, seconds)
@@ -21,5 +22,5 @@ from minidist.cost.model import (                                               
 from minidist.cost.shards import (                                               # noqa: F401
     Moved, offload, zero, zero_held, zero_memory, zero_parts)
 from minidist.cost.strategies import (                                           # noqa: F401
-    Layout, between_cuts, cp, ddp, dp, pp, sp, step, tp, tp_activations, tp_block_activations,
-    tp_keys, tp_parameters, ulysses)
+    between_cuts, cp, ddp, dp, pp, sp, tp, tp_activations, tp_block_activations, tp_keys,
+    tp_parameters, ulysses)

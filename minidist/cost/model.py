@@ -177,7 +177,14 @@ def recomputed_activations(sizes, every, targets=None):
     block = sum(kept.bytes for kept in block_activations(sizes))
     one, outside = sizes.N * sizes.D * sizes.w, gpt_activations(sizes, targets) - sizes.L * block
     embed = 8 * (sizes.N + sizes.T) + (one if sizes.dropout else 0)
-    lengths = [min(every, sizes.L - i) for i in range(0, sizes.L, every)]
+    return segmented(sizes.L, every, outside, embed, one, block)
+
+
+def segmented(layers, every, outside, embed, one, block):
+    """Bytes kept of segments of blocks: one for its input, `block` for each block built up again.
+
+    outside: of all but blocks; embed: of what is before them.  -> when forward ends, at the top"""
+    lengths = [min(every, layers - i) for i in range(0, layers, every)]
     end = outside + len(lengths) * one
     return end, max(end, *(embed + (i + 1) * one + n * block for i, n in enumerate(lengths)))
 

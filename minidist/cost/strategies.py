@@ -1,18 +1,13 @@
 """What each strategy sends and holds in a training step, in closed form.
 
     cost.tp(sizes, cost.Group(p, rank, collectives.chosen))    ->  (forward, backward), two Prices
-    cost.step(sizes, cost.Layout(dp=2, tp=2), dp=0, tp=1)      ->  all that one rank sends and holds
 
 sizes are those of the whole model and of the batch that the group works on.
 
 Lesson: mpirun -n 4 python -m lessons.tp
 """
-from dataclasses import dataclass, replace
-from typing import NamedTuple
-
-from minidist.cost.messages import NOTHING, Group, Price, all_to_all, always_ring, chunks
-from minidist.cost.model import Share, block_activations, gpt_activations
-from minidist.cost.shards import zero, zero_held, zero_parts
+from minidist.cost.messages import NOTHING, Group, Price, all_to_all, chunks
+from minidist.cost.model import Share, block_activations
 
 
 # === Data parallelism: the gradients of one step ===
@@ -178,139 +173,3 @@ def pp(sizes, group, m, v=1, folded=False):
     first, last = group.rank == 0, group.rank == group.p - 1
     borders = 2 * (2 - first - last) if folded else 2 * v - first - last
     return borders * Price(m, m, sizes.N * sizes.D * sizes.w + 32 * m)
-
-
-# === A whole step, on any layout ===
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Say how a training step is spread over ranks, as minidist.parallel spreads it."""
-    dp: int = 1
-    cp: int = 1
-    tp: int = 1
-    method: str = "zigzag"              # over the ranks of cp: "ring", "zigzag" or "ulysses"
-    zero: int = 0                       # the stage of ZeRO over the ranks of dp; 0: DDP
-    sequence: str | None = None         # over the ranks of tp: "again", "keep" or not at all
-    microbatches: int = 1
-    state: int = 2                      # numbers of w bytes of optimizer state per parameter:
-                                        # 2 for AdamW, 6 in fp16, where they are of 4 bytes
-    scaled: bool = False                # is there a loss scale: does every step ask for overflows?
-    first: int = 1 << 20                # bytes that close DDP's first bucket
-    cap: int = 25 << 20                 # bytes that close each further one
-    chosen: object = always_ring        # see Group
-
-
-class Held(NamedTuple):
-    """Bytes that one rank holds at the most, as minidist.ledger counts them."""
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-
-
-class Step(NamedTuple):
-    """What one rank sends in a step, by the axes of the groups it sends in; what it holds."""
-    sent: dict                          # {"dp": Price, "tp": Price, "dp-tp": Price}
-    held: Held
-
-
-class Rank:
-    """One rank of a layout: its groups, its micro-batches, its parameters."""
-
-    def __init__(self, sizes, layout, at):
-        self.layout, self.at = layout, {axis: at.get(axis, 0) for axis in AXES}
-        self.sizes, self.tp = sizes, self.group("tp")
-        rows = chunks(sizes.B, layout.dp)[self.at["dp"]]
-        self.batches = [replace(sizes, B=b, T=sizes.T // layout.cp)
-                        for b in chunks(rows, layout.microbatches)]
-        self.shapes = tp_shapes(sizes, self.tp)
-
-    def group(self, *axes):
-        """Look up the group along these axes, its ranks numbered row by row."""
-        p, rank = 1, 0
-        for axis in axes:
-            size = getattr(self.layout, axis)
-            p, rank = p * size, rank * size + self.at[axis]
-        return Group(p, rank, self.layout.chosen)
-
-
-AXES = "dp", "cp", "tp"                       # of a layout, outermost first
-
-
-def data_parallel_sends(rank):
-    """Gradients, in buckets from the last parameter to the first; then the loss and its count."""
-    layout, w, group = rank.layout, rank.sizes.w, rank.group("dp")
-    numbers = [numbers for numbers, _ in rank.shapes]
-    sums, gathers = dealt(numbers[::-1], w, layout.first, layout.cap), None
-    if layout.zero == 3:
-        sums, gathers = zero_parts(numbers, rank.sizes.L, rank.sizes.tied)
-    if layout.zero and group.p > 1:
-        yield ("dp",), zero(sums, group, w, layout.zero, layout.microbatches, gathers)
-    else:
-        yield ("dp",), ddp([sum(one) + len(one) for one in sums], group, w)
-    yield ("dp", "cp"), rank.group("dp", "cp").all_reduce(2, 8)
-
-
-def tensor_parallel_sends(rank):
-    """Activations of each micro-batch; under sp, the gradients of what is whole as well."""
-    if rank.tp.p == 1:
-        return
-    way = rank.layout.sequence
-    for sizes in rank.batches:
-        forward, backward = sp(sizes, rank.tp, way == "keep") if way else tp(sizes, rank.tp)
-        yield ("tp",), forward + backward
-    if way:
-        yield ("cp", "tp"), rest(rank, (False,), "cp", "tp")
-
-
-def context_parallel_sends(rank):
-    """Keys and values, or heads, of each micro-batch; then gradients, of what sp leaves."""
-    layout, group, way = rank.layout, rank.group("cp"), rank.layout.sequence
-    if group.p == 1:
-        return
-    for sizes in rank.batches:
-        mine = replace(sizes, T=sizes.T * group.p, D=sizes.D // layout.tp, H=sizes.H // layout.tp,
-                       K=max(1, sizes.K // layout.tp))
-        forward, backward = (ulysses if layout.method == "ulysses" else cp)(mine, group)
-        yield ("cp",), forward + backward
-    yield ("cp",), rest(rank, (True,) if way and rank.tp.p > 1 else (True, False), "cp")
-
-
-def rest(rank, kinds, *axes):
-    """Price of summing gradients after backward: those that are cut by tp, or not."""
-    p = rank.layout.dp if rank.layout.zero else 1                   # ZeRO: of my piece of each
-    return dp([-(-numbers // p) for numbers, cut in rank.shapes if cut in kinds],
-              rank.group(*axes), rank.sizes.w)
-
-
-def norm_sends(rank):
-    """Sum the squares of all gradients, one number, over everybody; ask for an overflow."""
-    yield AXES, rank.group(*AXES).all_reduce(1, 8)
-    if rank.layout.scaled:
-        yield AXES, rank.group(*AXES).all_reduce(1, 4)
-
-
-SENDS = [data_parallel_sends, tensor_parallel_sends, context_parallel_sends, norm_sends]
-
-
-def step(sizes, layout, targets=None, **at):
-    """Predict one training step of the rank at these coordinates (dp=1, tp=0).  -> Step
-
-    sizes: of the whole model and the global batch.  targets: how many tokens of this rank's first
-    micro-batch have one; None: all.  A strategy adds its messages by a function in SENDS."""
-    rank, sent = Rank(sizes, layout, at), {}
-    for sends in SENDS:
-        for axes, price in sends(rank):
-            long = "-".join(axis for axis in axes if getattr(layout, axis) > 1)
-            if long:
-                sent[long] = sent.get(long, NOTHING) + price
-    numbers, group = [numbers for numbers, _ in rank.shapes], rank.group("dp")
-    held = (zero_held(numbers, group, layout.zero, layout.state)
-            if layout.zero and group.p > 1 else
-            (sum(numbers), sum(numbers), layout.state * sum(numbers)))
-    largest, places = rank.batches[0], 0
-    if layout.cp > 1 and layout.method != "ulysses":        # tiles; and whose keys stand where
-        largest, places = replace(largest, tile=0), 8 * sizes.T * sizes.L
-    A = (gpt_activations(largest, targets) if rank.tp.p == 1 else
-         tp_activations(largest, rank.tp, layout.sequence))
-    return Step(sent, Held(*(numbers * sizes.w for numbers in held), A + places))
