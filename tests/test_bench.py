@@ -14,7 +14,8 @@ BENCH = [sys.executable, "-m", "minidist.bench"]
 
 
 @pytest.mark.parametrize("words, told", [
-    (["engines"], "no benchmark engines; there are engine, attention, collectives, train, tp"),
+    (["engines"], "no benchmark engines; there are engine, attention, collectives, memory, "
+     "train, moe, tp"),
     (["engine", "--preset", "huge"], "huge"),
     (["engine", "--rounds", "0"], "0 is out of range"),
     (["engine", "--json", "/"], "is a directory"),
