@@ -27,6 +27,7 @@ from pathlib import Path
 import pytest
 
 from minidist.ranks import environment, launch, safety
+from tests import unwritten
 
 ROOT = Path(__file__).resolve().parent.parent
 HANG = 600                  # seconds after which a job hangs, however busy the machine is
@@ -154,6 +155,7 @@ def read(path):
 
 def main(module, name, folder, timeout):
     """One rank: run the test and write down how it went."""
+    unwritten.fill_what_is_empty()
     folder, rank = Path(folder), environment.rank()
     with open(folder / f"stack{rank}", "w") as stack:
         faulthandler.dump_traceback_later(float(timeout), exit=True, file=stack)
