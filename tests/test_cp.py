@@ -89,7 +89,7 @@ def test_training_under_mpi(comm):
 
 
 @every_method
-def test_targets_on_one_rank_only(method):
+def test_D24_targets_follow_their_tokens_even_if_on_one_rank_only(method):
     """The loss is divided by the targets of all ranks; most ranks have none."""
     def fn(comm):
         batch = random_batch(13, 24, 3, seed=1, step=0)
@@ -156,9 +156,9 @@ def test_a_hop_cannot_block(p, elements):
     assert run_threads(p, fn, sync=True, timeout=600) == [(r - 1) % p for r in range(p)]
 
 
-# ------------------------------------------------------------------ the order of tokens (D24)
+# ------------------------------------------------------------------ the order of tokens
 
-def test_zigzag_of_eight_tokens():
+def test_D24_zigzag_of_eight_tokens():
     first, second = cp.zigzag(8, 2)
     assert first.tolist() == [0, 1, 6, 7] and second.tolist() == [2, 3, 4, 5]
     assert [pairs(cp.zigzag(8, 2), r) for r in (0, 1)] == [18, 18]
@@ -172,7 +172,7 @@ def pairs(places, rank):
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("runs", [1, 2, 3])
-def test_orders_hold_every_token_once(p, runs):
+def test_D24_orders_hold_every_token_once(p, runs):
     T = 2 * p * runs
     for order in cp.METHODS.values():
         places = order(T, p)

@@ -185,8 +185,9 @@ def test_used_on_one_rank_only(form):
     assert run_threads(2, fn) == [2.0, 2.0]
 
 
-def test_replicas_start_equal_even_from_different_seeds():
+def test_D13_replicas_start_equal_even_from_different_seeds():
     def fn(world, form):
+        np.random.seed(world.rank)
         model = form(tiny(seed=world.rank), DeviceMesh(world, dp=3))
         return [p.data for p in model.parameters()]
     for form in (plain, ddp):

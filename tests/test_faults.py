@@ -37,6 +37,8 @@ FOUND = {
 BY_NAME = ("N1 N2 N3 N4 N5 N6 N7 D2 D3 C1 C2 C3 C4 C5 "
            "L1 L2 L3 L4 L5 L6 L7 L8 L9 L11 L12 L13 L14 L15 L16 L17 "
            "F1 F2 F3 F4 F5 F6").split()
+ROWS = dict(G=12, N=8, D=5, C=5, L=17, F=6)              # how many of each were found
+KINDS = "D08 D09 D10 D13 D15 D24".split()               # kinds of faults in other systems
 
 
 @functools.cache
@@ -50,11 +52,16 @@ def names():
     return found
 
 
+def test_every_row_has_its_tests():
+    assert sorted([*FOUND, *BY_NAME]) == sorted(
+        f"{letter}{i + 1}" for letter, rows in ROWS.items() for i in range(rows))
+
+
 @pytest.mark.parametrize("number", FOUND)
 def test_the_table_names_tests_that_exist(number):
     assert set(FOUND[number].split()) <= names()
 
 
-@pytest.mark.parametrize("number", BY_NAME)
+@pytest.mark.parametrize("number", [*BY_NAME, *KINDS])
 def test_a_test_carries_the_number(number):
     assert any(re.search(rf"\.{number}_", name) for name in names())

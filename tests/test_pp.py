@@ -52,6 +52,21 @@ def test_training_equals_one_process(name, v, p):
         assert verdict.equal and verdict.steps == 3, f"m = {m}: {verdict.line()}"
 
 
+@pytest.mark.parametrize("p", [2, 3])
+def test_D13_stages_start_as_one_process_does(p):
+    """Layers on different stages are not the same, whoever's generator was where before."""
+    def fn(comm):
+        np.random.seed(0)
+        model = pp.split(tiny(), DeviceMesh(comm, pp=p)["pp"])
+        return {q.name: q.data for q in model.parameters()}
+
+    ref = {q.name: q.data for q in tiny().parameters()}
+    stages = run_threads(p, fn)
+    assert {name for stage in stages for name in stage} == set(ref)
+    assert all(np.array_equal(ref[name], x) for stage in stages for name, x in stage.items())
+    assert not np.array_equal(ref["blocks.0.attn.qkv.weight"], ref["blocks.2.attn.qkv.weight"])
+
+
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
 @pytest.mark.parametrize("sizes", [dict(dp=2), dict(tp=2), dict(dp=2, tp=2)])
 def test_with_replicas_and_tensor_parallelism(name, sizes):

@@ -86,9 +86,29 @@ def test_the_gradient_of_the_input(p):
         np.testing.assert_allclose(got, ref, rtol=0, atol=1e-12 * np.abs(ref).max())
 
 
-# ------------------------------------------------------------------ what is partial (D08)
+# ------------------------------------------------------------------ what is partial
 
-def test_everything_that_is_not_cut_is_summed_over_the_group():
+def test_D08_gradients_of_3_and_5_are_8_on_both_ranks():
+    """A sum, not a mean: the last norm, a row-parallel layer's bias, positions."""
+    names = "head.norm.weight", "blocks.0.norm1.bias", "blocks.1.mlp.fc2.bias", "embed.wpe.weight"
+
+    def fn(world):
+        mesh = DeviceMesh(world, tp=2)
+        params = {p.name: p for p in cut(tiny(**SIZES), mesh["tp"]).parameters()}
+        for name in names:
+            params[name].grad = np.full(params[name].shape, (3.0, 5.0)[world.rank])
+        finalize([params[name] for name in names], mesh, 1)
+        return [set(params[name].grad.flat) for name in names]
+    assert run_threads(2, fn) == [[{8.0}] * len(names)] * 2
+
+
+def test_D08_every_parameter_and_gradient_after_ten_steps():
+    """Against one process, and bitwise on the ranks that hold the same."""
+    verdict = verify.layout(over_sp, tp=2, steps=10, make_optimizer=OPTIMIZERS["SGD"], **SIZES)
+    assert verdict.equal and verdict.steps == 10, verdict.line()
+
+
+def test_D08_everything_that_is_not_cut_is_summed_over_the_group():
     """Norms, the last one too, row biases and positions: each rank's gradient is a part."""
     def fn(comm):
         model = cut(perturb(tiny(**SIZES)), comm)

@@ -1,4 +1,5 @@
 """Tensor parallelism: every layer, the loss and the whole model against one process."""
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,8 @@ from tests.layout import OPTIMIZERS, check_layout
 from tests.models import perturb, tiny
 from tests.mpi import mpi
 
-PAIRS = {"plain": (mappings.copy_to, mappings.reduce_from), "sp": (sp.enter, sp.leave)}
+PAIRS = {"plain": (mappings.copy_to, mappings.reduce_from), "sp": (sp.enter, sp.leave),
+         "sp, gathered again": (sp.enter, sp.leave)}
 
 
 def draw(*shape, seed=0):
@@ -36,11 +38,14 @@ def close(a, b):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * max(1, np.abs(b).max()))
 
 
-# ------------------------------------------------------------------ one layer (D09, D10)
+# ------------------------------------------------------------------ one layer
 
 def column(layer, comm, mode):
     parts = np.array_split(np.arange(layer.weight.shape[0]), comm.size)
-    return tp.ColumnParallelLinear(layer, parts, comm, PAIRS[mode][0])
+    layer = tp.ColumnParallelLinear(layer, parts, comm, PAIRS[mode][0])
+    if mode == "sp, gathered again":
+        layer.wrap(functools.partial(sp.gather_again, layer))
+    return layer
 
 
 def row(layer, comm, mode):
@@ -63,7 +68,7 @@ def serial(build):
 
 def gathered(p, comm, mode):
     """The global gradient of a parameter, completed where sequence parallelism left it partial."""
-    if mode == "sp" and comm.name not in p.placements:
+    if mode != "plain" and comm.name not in p.placements:
         return mappings.reduce_from(Tensor(p.grad), comm).data
     return join(p, p.grad)
 
@@ -114,7 +119,7 @@ LAYERS = {"column": (lambda: [linear(7, 8)], parallel_column),
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", PAIRS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_is_the_serial_one_forward_and_backward(name, mode, p):
+def test_D10_a_layer_is_the_serial_one_forward_and_backward(name, mode, p):
     build, fn = LAYERS[name]
     ref = serial(build)
     for got in run_threads(p, fn, mode):
@@ -125,7 +130,7 @@ def test_a_layer_is_the_serial_one_forward_and_backward(name, mode, p):
 
 
 @pytest.mark.parametrize("mode", PAIRS)
-def test_a_row_bias_is_added_once(mode):
+def test_D09_a_row_bias_is_added_once(mode):
     """x = [1, 1], W = [1, 2], b = 10: y is 13, and 23 if both ranks add the bias."""
     def fn(comm):
         layer = nn.Linear("layer", 1, 2, dtype=np.float64)
@@ -135,11 +140,11 @@ def test_a_row_bias_is_added_once(mode):
         y.backward(np.ones(y.shape))
         return y.data.ravel().tolist(), layer.bias.grad.tolist()
 
-    tokens_per_rank = 1 if mode == "sp" else 2
+    tokens_per_rank = 2 if mode == "plain" else 1
     assert run_threads(2, fn) == [([13.0] * tokens_per_rank, [float(tokens_per_rank)])] * 2
 
 
-# ------------------------------------------------------------------ the vocabulary (D15)
+# ------------------------------------------------------------------ the vocabulary
 
 def embedded(comm, vocab, ids, mode="plain"):
     table = nn.Embedding("table", vocab, 3, dtype=np.float64)
@@ -152,16 +157,16 @@ def embedded(comm, vocab, ids, mode="plain"):
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
-def test_every_word_is_found_by_exactly_one_rank(p):
+def test_D15_every_word_is_found_by_exactly_one_rank(p):
     ids = np.array([[0, 3, 4, 4], [2, 1, 0, 3]])               # V=5 over 2: 0 1 2 | 3 4
     for y, grad in run_threads(p, embedded, 5, ids):
-        assert np.array_equal(y, draw(5, 3)[ids])
+        assert np.array_equal(y, draw(5, 3)[ids]) and grad.shape == (5, 3)    # no padded rows
         assert np.array_equal(grad[:, 0], np.bincount(ids.ravel(), minlength=5))
 
 
 @pytest.mark.parametrize("p", [1, 2, 3])
 @pytest.mark.parametrize("bad", [5, -1])
-def test_an_unknown_word_is_refused_on_every_rank_before_any_message(p, bad):
+def test_D15_an_unknown_word_is_refused_on_every_rank_before_any_message(p, bad):
     def fn(comm):
         with comm.counting() as counted:
             with pytest.raises(IndexError, match="vocabulary of 5"):
@@ -222,7 +227,7 @@ def test_only_differences_between_logits_count(shift):
         assert np.array_equal(grad, [[[0.25, 0.25, 0.25, -0.75]]])
 
 
-def test_padding_does_not_enter_the_softmax():
+def test_D15_padding_does_not_enter_the_softmax():
     """V=5 over 2 ranks, all logits 0: the loss is ln 5, not the ln 6 of a padded vocabulary."""
     for loss, _, _ in run_threads(2, split_loss, np.zeros((1, 1, 5)), np.array([[3]])):
         assert abs(loss - np.log(5)) < 1e-15
@@ -285,9 +290,10 @@ def test_every_matrix_of_the_model_is_in_the_plan():
 
 
 @pytest.mark.parametrize("over", [{}, dict(tied=False), dict(kv_heads=1, vocab=11)])
-def test_initial_weights_do_not_depend_on_the_number_of_ranks(over):
-    """Gathered, they are bitwise the plain model's (D13, D33); a tied weight is cut once."""
+def test_D13_initial_weights_do_not_depend_on_the_number_of_ranks(over):
+    """Gathered, they are bitwise the plain model's (D33, too); a tied weight is cut once."""
     def fn(comm):
+        np.random.seed(comm.rank)                              # no one else's generator matters
         params = tp.parallelize(tiny(**over), comm).parameters()
         return {p.name: join(p, p.data) for p in params}
 
