@@ -7,11 +7,11 @@
 """
 import tracemalloc
 import zlib
-from dataclasses import replace
 
 import numpy as np
 
-from lessons import kit, pictures, questions, setting
+from lessons import gpus, kit, pictures, questions, setting
+from lessons.gpus import GPT3, GPU, ONE_B
 from minidist import cost, ledger, step
 from minidist.engine import graph, nn, optim
 from minidist.engine.tensor import Tensor, graph_bytes
@@ -22,23 +22,19 @@ ROWS = 12                                             # shared by 1, 2, 3 or 4 r
 BYTES = {"fp16": np.float16, "fp32": np.float32}      # bf16 is as large as fp16
 RECIPES = [("float32", "fp32", "fp32", 0), ("mixed, fp16 gradients", "fp16", "fp16", 1),
            ("mixed, bf16 with fp32 gradients", "fp16", "fp32", 1)]
-GPT3 = replace(cost.GPT3, B=1)                        # one sequence
-ONE_B = cost.Sizes(D=2048, L=20, T=2048, V=2048, H=16)        # 12 L D^2 = 1.0e9
-GPU = 80e9                                            # an H100
 
 
 def bytes_per_parameter(lesson):
     """Bytes per parameter
 
     P are parameters, G gradients, O the optimizer's state, A activations. AdamW keeps two running
-    means per parameter in fp32, and beside fp16 weights a master copy of them in fp32."""
+    means per parameter in fp32, and beside fp16 weights a master copy of them in fp32: an update
+    is often smaller than a 16-bit weight's last digit."""
     lesson.predict("1B parameters, mixed precision, fp16: GB before the first token?", 16, "GB",
                    why="2 + 2 + 4 + 4 + 4", mistakes={2: "only the weights", 4: "no optimizer",
                                                       12: "only the optimizer's three"})
     lesson.table(["a million, from arrays", "P", "G", "O", "sum", "of 1B parameters"],
                  [made(*recipe) for recipe in RECIPES])
-    lesson.say("""
-        An update is often smaller than a 16-bit weight's last digit: hence the master copy.""")
 
 
 def made(name, weights, grads, master, n=10 ** 6):
@@ -56,17 +52,13 @@ def the_article_corrected(lesson):
     heads. The 1B model here: h = 2048, 20 layers, 16 heads. GPT-3: 12288, 96, 96."""
     lesson.predict("GPT-3, one sequence of 2048 tokens: GB of activations?", 275, "GB",
                    why="2.87 GB per layer", mistakes={2.87: "that is one layer of 96"})
-    big, A = cost.gpt_parameters(GPT3), [s.L * cost.textbook_activations(s) for s in (ONE_B, GPT3)]
+    big = cost.gpt_parameters(GPT3)
     lesson.table(["", "the article", "counted"], [
-        ("1B: P + G + O", "2 + 2 + 12 GB", "16 GB"),
-        ("1B: A", "4 to 8 GB", f"{kit.size(A[0])} per sequence of {ONE_B.T} tokens"),
-        ("1B: all", "16 to 20 GB", "20 to 24 GB, by its own A"),
-        ("GPT-3: P + G + O", "about 3 TB", f"{kit.size(16 * big)} for {big / 1e9:.1f}B parameters"),
-        ("GPT-3: A", "", f"{kit.size(A[1])} per sequence of {GPT3.T} tokens")])
-    lesson.fill(f"""
-        16 GB is the sum *before* activations: the article left them out. A sequence of GPT-3 costs
-        {A[1] / 2 / big:.1f} of its weights, so nobody keeps it all. P + G + O alone fill
-        {16 * big / GPU:.0f} H100s.""")
+        ("1B: P + G + O", "2 + 2 + 12 GB", "16 GB, before activations"),
+        ("1B: with A, 4 to 8 GB", "16 to 20 GB", "20 to 24 GB, by its own A"),
+        ("GPT-3: P + G + O", "about 3 TB", f"{kit.size(16 * big)}: {16 * big / GPU:.0f} H100s")])
+    lesson.table(["GB on each GPU, each alone", "1B: P + G + O", "A", "GPT-3: P + G + O", "A"],
+                 gpus.ledgers(ONE_B, GPT3))
 
 
 def over_a_step(lesson):
@@ -82,20 +74,22 @@ def over_a_step(lesson):
         last = max(i for i, (phase, _) in enumerate(events) if phase == "forward")
         for name, (_, held) in (("forward ends", events[last]), ("backward ends", events[-1])):
             table.append([rows, name, *map(kit.size, held), kit.size(sum(held))])
-    lesson.table(["rows", "when", "P", "G", "O", "A", "all"], table)
+    lesson.table(["rows", "when", "P", "G", "O", "A", "all"], table[:3])   # the fourth is as the 2nd
     lesson.figure(pictures.memory, {f"{rows} rows": events for rows, events in runs.items()})
 
 
 def who_holds_what(lesson):
     """A group that shares the batch: who holds what?"""
     p, (held, prints) = lesson.comm.size, after_a_step(lesson.comm, "dp")
-    lesson.rows(["P parameters", "G gradients", "O AdamW's state", "A activations", "P, G, O are"],
-                [*map(kit.size, held), " ".join(prints)])
+    ranks = lesson.collect([*map(kit.size, held), " ".join(prints)])
+    alike = p > 1 and all(row == ranks[0] for row in ranks)
+    lesson.table(["rank", "P parameters", "G gradients", "O AdamW's state", "A activations",
+                  "P, G, O are"], [[f"0 to {p - 1}", *ranks[0]]] if alike else
+                 [[str(r), *row] for r, row in enumerate(ranks)])
     copies = f"{p - 1} of {p} copies add nothing" if p > 1 else "more ranks would hold copies"
     lesson.fill(f"""
-        P, G and O are the same bytes everywhere (see their checksums): {copies}. A is shared, not
-        copied. DP makes A fit, never the model. Four axes can be cut; then one of four ranks holds:
-        """)
+        P, G and O are the same bytes everywhere (see checksums): {copies}. A is shared: DP makes A
+        fit, never the model. Four axes can be cut; then one of four ranks holds:""")
     one, *cuts = lesson.share(lambda: [four_axes(axis) for axis in ("", *AXES)])
     lesson.table(["cut into four", "P + G + O", "of it all", "A", "of it all"],
                  [(AXES[axis], kit.size(states), f"{states / one[0]:.0%}", kit.size(A),
