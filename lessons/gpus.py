@@ -21,8 +21,8 @@ def ledger(sizes):
 
     -> {technique: (P + G + O, A)}, each alone beside fp16 with masters"""
     n, numbers = cost.gpt_parameters(sizes), sizes.L * sizes.N * sizes.D
-    P, G, O = (n * each for each in cost.state_bytes("fp16"))
-    layer, all_of_it = cost.textbook_activations(sizes), P + G + O
+    P, G, state = (n * each for each in cost.state_bytes("fp16"))
+    layer, all_of_it = cost.textbook_activations(sizes), P + G + state
     A = sizes.L * layer
     zero = [cost.zero_memory(n, p, stage) for stage in (1, 2, 3)]
     return {"fp32": (n * sum(cost.state_bytes()), wide(sizes)),

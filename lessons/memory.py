@@ -29,7 +29,7 @@ def bytes_per_parameter(lesson):
 
     P are parameters, G gradients, O the optimizer's state, A activations. AdamW keeps two running
     means per parameter in fp32, and beside fp16 weights a master copy of them in fp32: an update
-    is often smaller than a 16-bit weight's last digit."""
+    is often smaller than the last digit of an fp16 weight."""
     lesson.predict("1B parameters, mixed precision, fp16: GB before the first token?", 16, "GB",
                    why="2 + 2 + 4 + 4 + 4", mistakes={2: "only the weights", 4: "no optimizer",
                                                       12: "only the optimizer's three"})
@@ -74,7 +74,7 @@ def over_a_step(lesson):
         last = max(i for i, (phase, _) in enumerate(events) if phase == "forward")
         for name, (_, held) in (("forward ends", events[last]), ("backward ends", events[-1])):
             table.append([rows, name, *map(kit.size, held), kit.size(sum(held))])
-    lesson.table(["rows", "when", "P", "G", "O", "A", "all"], table[:3])   # the fourth is as the 2nd
+    lesson.table(["rows", "when", "P", "G", "O", "A", "all"], table[:3])   # the last is as the 2nd
     lesson.figure(pictures.memory, {f"{rows} rows": events for rows, events in runs.items()})
 
 
