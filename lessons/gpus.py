@@ -31,8 +31,8 @@ def ledger(sizes):
             f"tp {p}, with sp": (all_of_it / p, A / p),
             f"pp {p}, {p} micro-batches": (all_of_it / p, A),    # of each, a stage's L/p layers
             "recompute attention; blocks": (all_of_it, [34 * numbers, 2 * numbers + layer]),
-            f"offload O; and P, with ZeRO 3 over {p}": ([P + G, G / p], A),
-            f"{p ** 3} GPUs: tp, pp, ZeRO 1; offload O, recompute": (
+            f"offload O; P too, ZeRO 3 over {p}": ([P + G, G / p], A),
+            f"all, with ZeRO 1: {p ** 3} GPUs": (
                 (P + G) / p ** 2, (2 * numbers + layer) / p)}
 
 
