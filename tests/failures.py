@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 
@@ -42,6 +43,44 @@ def keyboard_interrupt(comm):
 
 def raises_everywhere(comm):
     raise ValueError("boom")                                          # <- raises_everywhere
+
+
+def raises_half_a_character(comm):
+    if comm.rank == 1:
+        raise ValueError("no file \udce4")
+    comm.recv(np.empty(10), 1)                                        # <- raises_half_a_character
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def raises_unprintable(comm):
+    if comm.rank == 1:
+        raise Unprintable
+    comm.recv(np.empty(10), 1)                                        # <- raises_unprintable
+
+
+def raises_in_no_folder(comm):
+    folder = tempfile.mkdtemp()
+    os.chdir(folder)
+    os.rmdir(folder)
+    if comm.rank == 1:
+        raise ValueError("boom")
+    comm.recv(np.empty(10), 1)                                        # <- raises_in_no_folder
+
+
+def closes_stderr(comm):
+    os.close(2)
+    if comm.rank == 1:
+        raise ValueError("boom")
+    comm.recv(np.empty(10), 1)                                        # <- closes_stderr
+
+
+def float_as_rank(comm):
+    if comm.rank == 0:
+        comm.recv(np.empty(10), 1.0)                                  # <- float_as_rank
 
 
 def exits(comm):

@@ -81,6 +81,12 @@ MORE = {
     "bad_input_on_one": (2, r"\[rank 1\] error: no file x.txt; give another", "in barrier #2",
                          "@bad_input_on_one"),
     "keyboard_interrupt": (130, r"\[rank 1\] KeyboardInterrupt", "rank 0 waits"),
+    "raises_half_a_character": (1, r"raised ValueError: no file \\udce4", "recv, 80 bytes",
+                                "@raises_half_a_character"),
+    "raises_unprintable": (1, "rank 1 raised Unprintable", "recv, 80 bytes", "@raises_unprintable"),
+    "raises_in_no_folder": (1, "raised ValueError: boom", "in raises_in_no_folder"),
+    "closes_stderr": (1, "raised ValueError: boom", "recv, 80 bytes", "@closes_stderr"),
+    "float_as_rank": (70, "rank 0 waits for rank 1, which has left", "@float_as_rank"),
     "raises_everywhere": (1, *(f"rank {r} raised ValueError: boom" for r in range(3))),
 }
 # What needs no report.

@@ -31,7 +31,7 @@ class Comm(Counting, Closing):
     def __init__(self, wires, name="world", parent=None, axes=()):
         super().__init__()
         self.name, self.rank, self.size = name, wires[0].rank, wires[0].size
-        self.ranks = wires[0].ranks                       # the members, as ranks of the world
+        self.ranks, self._peers = wires[0].ranks, frozenset(range(self.size))   # in the world; here
         self.axes = tuple(axes)                           # () for a group that is no mesh axis
         # Two communicators, so that a message sent outside of collectives and one sent inside
         # never pair up, in whatever order the ranks come to them.  _wire: the one in use now.
@@ -83,7 +83,7 @@ class Comm(Counting, Closing):
             if into.dtype is not x.dtype:
                 expected = self._tag + CODES[into.dtype]
             fine = (x.flags.c_contiguous and into.flags.carray
-                    and 0 <= to < self.size and 0 <= source < self.size
+                    and to in self._peers and source in self._peers
                     and (self._tag or x is not into and x.base is into.base is None
                          or not np.may_share_memory(x, into)))        # collectives never overlap
         except (AttributeError, KeyError):
@@ -174,13 +174,13 @@ class Comm(Counting, Closing):
 
     def _out(self, x, to):
         """The tag under which x may go to rank `to`, or an error that says what is wrong."""
-        if not 0 <= to < self.size:
+        if to not in self._peers:
             raise self._no_such(to, "send to")
         return self._tag + outgoing(x)
 
     def _in(self, into, source):
         """The tag that a message for `into` must carry, or an error that says what is wrong."""
-        if not 0 <= source < self.size:
+        if source not in self._peers:
             raise self._no_such(source, "receive from")
         return self._tag + incoming(into)
 
@@ -216,9 +216,9 @@ class Comm(Counting, Closing):
 
     def stream(self):
         """Make a background stream: a communicator for this rank's second thread.  Collective"""
+        wires = self._form(lambda wire: wire.dup())
         root = self._root
         root._worker = root._worker or Worker(root.plain.bare)
-        wires = self._form(lambda wire: wire.dup())
         wires = [wire.beside(root._worker.wire) for wire in wires]
         return Stream(Comm(wires, self.name, self, self.axes), self.plain.bare, root)
 

@@ -91,8 +91,8 @@ def row_of(rank, status, age):
         made.group, made.members = comm.name[:LONGEST], tuple(comm.ranks)
         op, made.number, detail = comm.current()
         made.op, made.detail = op[:LONGEST], "" if detail is None else words(detail)[:LONGEST]
-        made.to = None if to is None else comm.ranks[to]
-        made.source = None if source is None else comm.ranks[source]
+        made.to = None if to is None else comm.ranks[int(to)]
+        made.source = None if source is None else comm.ranks[int(source)]
     return made
 
 
