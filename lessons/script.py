@@ -14,8 +14,8 @@ ORDER = ("walls step memory collectives ring mesh dp zero recompute offload prec
 
 # On how many ranks the sizes of a lesson divide; on any number, where none is named.
 UP_TO_6 = 1, 2, 3, 4, 6
-RANKS = dict(dict.fromkeys(("recompute", "tp", "sp", "cp", "ulysses"), UP_TO_6), pp=(1, 2, 3, 4),
-             zero=(1, 2, 3, 4, 5, 6), checkpoint=(1, 2, 3, 4))
+RANKS = dict(dict.fromkeys("recompute precision tp sp cp ulysses".split(), UP_TO_6),
+             zero=(1, 2, 3, 4, 5, 6), pp=(1, 2, 3, 4), checkpoint=(1, 2, 3, 4))
 
 
 @dataclass(frozen=True)

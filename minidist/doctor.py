@@ -15,7 +15,7 @@ import sys
 
 import numpy as np
 
-from minidist import THREAD_VARIABLES, BadInput
+from minidist import THREAD_VARIABLES, BadInput, flags
 from minidist.ranks import comm, environment, launch, safety
 
 TRIAL = """from minidist.ranks import comm, launch
@@ -164,5 +164,11 @@ def python():
     return name if first == sys.executable else sys.executable
 
 
+def command():
+    """Refuse words that mean nothing here, then look.  -> exit status"""
+    flags.Parser(prog="python -m minidist.doctor", description=__doc__.split("\n")[0]).parse_args()
+    return main()
+
+
 if __name__ == "__main__":
-    launch.run(main)
+    launch.run(command)

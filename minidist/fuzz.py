@@ -106,10 +106,13 @@ FLAGS = [
     Choice("balance", lambda c: (None, "bias", "none", "aux" if c["grad-accum"] == 1 else "bias"),
            lambda c: c["experts"]),
     Choice("shared-expert", (None, True), lambda c: c["experts"]),
+    Choice("capacity", (None, 1.0, 1.5), lambda c: c["experts"] and c["grad-accum"] == 1
+           and c["dp"] * c["cp"] == 1),
+    Choice("precision", (None, "fp16", "bf16"), lambda c: not c["offload"] and not c["experts"]),
 ]
-# What fixes sizes and the run's length, what is not exact to 1e-11, what is only shown.
+# What fixes sizes and the run's length, what is only shown, how files are kept.
 LEFT_OUT = set("help preset context width heads dtype text seed steps lr verify audit sample out "
-               "no-figure json microbatches capacity precision resume keep save-every".split())
+               "no-figure json microbatches resume keep save-every".split())
 # What comes first, and what no flag says.
 MESH = Choice("mesh", meshes())
 OTHERS = [

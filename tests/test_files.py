@@ -322,12 +322,24 @@ def test_F5_a_lesson_that_cannot_write_goes_on_to_its_end(tmp_path):
 
 
 def test_F5_unknown_words_and_names_that_are_no_utf8(tmp_path):
-    for module in ("lessons", "minidist.simulate", "minidist.bench"):
+    for module in ("lessons", "minidist.simulate", "minidist.bench", "minidist.doctor"):
         status, out, err = command(sys.executable, "-m", module, "--bogus", cwd=tmp_path)
         assert status == 2 and out == "" and "--bogus" in err and err.count("\n") == 1, err
     status, out, _ = command(sys.executable, "-m", "minidist.simulate", "--json",
                              os.fsdecode(b"caf\xe9"), cwd=tmp_path, errors="surrogateescape")
     assert status == 0 and os.listdir(bytes(tmp_path)) == [b"caf\xe9"]
+
+
+@pytest.mark.parametrize("given", ["\u00b2", "0", "-1", "two", ""])
+def test_F5_a_number_of_ranks_that_is_none(given, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train", "-n", given])
+    with pytest.raises(BadInput, match="give the number of ranks, such as -n 4"):
+        launch.wanted_ranks()
+
+
+def test_F5_a_closed_stdin_stops_nothing(tmp_path):
+    code = f"import os, sys; os.close(0); os.execv(sys.executable, {[*TRAIN, '--no-figure']!r})"
+    assert command(sys.executable, "-c", code, cwd=tmp_path)[0] == 0
 
 
 # --------------------------------------------------------------------- F6: what is no number

@@ -57,7 +57,7 @@ def wanted_ranks():
     at = sys.argv.index("-n")
     given = " ".join(sys.argv[at + 1:at + 2])
     del sys.argv[at:at + 2]
-    if not given.isdigit() or int(given) < 1:
+    if not given.isdecimal() or int(given) < 1:
         raise BadInput(f"-n {given}: give the number of ranks, such as -n 4")
     started = environment.size()
     if started not in (None, int(given)):
