@@ -6,8 +6,7 @@
         ask.right("x", x, np.arange(5, dtype=np.int32))
 
 Every rank asks the same questions in the same order, and goes on after a wrong answer, since the
-others do. What is reported is each function's first wrong answer, or what it was asked when it
-raised an error.
+others do. Reported is each function's first wrong answer, or what it was asked when it failed.
 """
 import numpy as np
 
@@ -38,7 +37,8 @@ class Asking:
         if error is None:
             self.lesson.answered(self.gaps)
         else:
-            error.asked = f"{self.name} was asked for {self.asked}"
+            gap = self.gaps.get(self.name)
+            error.asked = f"{self.name}, " + (f"{gap}; then" if gap else f"asked for {self.asked}")
 
 
 def difference(found, expected, bound=0.0):

@@ -7,7 +7,7 @@
 """
 import numpy as np
 
-from lessons import kit, setting
+from lessons import kit, questions_arrays, setting
 from minidist import cost
 from minidist.collectives import (all_gather, all_reduce, all_to_all, alltoall, broadcast, calls,
                                   hierarchical, reduce, reduce_scatter, ring, tree)
@@ -124,6 +124,7 @@ def counted_on_nodes(n=8000, k=2, g=4):
 
 def prove(lesson):
     """Is it right, for every root and lengths that do not divide?"""
+    questions_arrays.collectives(lesson)
     comm, p, r = lesson.comm, lesson.comm.size, lesson.comm.rank
     n = 3 * p + 1
     xs = [setting.numbers(n, k) for k in range(p)]
@@ -150,22 +151,17 @@ def counts(lesson, x, pieces, sizes):
     """Count what the functions of the exercise send: each rank, and all together."""
     comm, p, r, n = lesson.comm, lesson.comm.size, lesson.comm.rank, x.size
     received = [np.empty(sizes[r]) for _ in range(p)]
-    moves = [("tree.broadcast", "(p-1)", lambda: tree.broadcast(x.copy(), comm),
-              cost.broadcast("tree", p, n, 8, r)),
-             ("tree.reduce", "(p-1)", lambda: tree.reduce(x.copy(), comm),
-              cost.reduce("tree", p, n, 8, r)),
-             ("alltoall.pairwise", "p (p-1)", lambda: alltoall.pairwise(pieces, received, comm),
-              cost.all_to_all("pairwise", sizes, 8, r))]
-    rows, off = [], 0
-    for name, messages, move, price in moves:
+    moves = [("tree.broadcast", "(p-1)", lambda: tree.broadcast(x.copy(), comm)),
+             ("tree.reduce", "(p-1)", lambda: tree.reduce(x.copy(), comm)),
+             ("alltoall.pairwise", "p (p-1)", lambda: alltoall.pairwise(pieces, received, comm))]
+    rows = []
+    for name, messages, move in moves:
         with comm.counting() as sent:
             move()
-        off += abs(sent.bytes - price.bytes) + abs(sent.messages - price.messages)
         everyone = np.array(lesson.collect([sent.messages, sent.bytes])).sum(0)
         rows += [(f"{name}: messages", messages, None, everyone[0]),
                  (f"{name}: bytes", "(p-1) 8 n", None, everyone[1])]
     lesson.ledger(*rows, p=p, n=n)
-    lesson.check("each rank's own messages and bytes, against cost", off)
 
 
 @kit.breaks(cost, "chunks")

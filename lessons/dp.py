@@ -9,9 +9,9 @@ from functools import partial
 
 import numpy as np
 
-from lessons import clock, kit, pictures, setting, textbook
+from lessons import clock, kit, pictures, questions_training, setting, textbook
 from minidist import buckets, cost, dp, files, placement, step, trace, verify
-from minidist.engine import nn, optim
+from minidist.engine import optim
 from minidist.mesh import DeviceMesh
 from minidist.ranks.comm import solo
 
@@ -117,9 +117,7 @@ def prove(lesson):
     Ragged batches, dropout, two micro-batches, another start on each rank; SGD and AdamW. Then n
     parameters in b buckets; f flags say which were used. Micro-batches send with the last only."""
     comm, mesh = lesson.comm, setting.mesh(lesson.comm, "dp")
-    dealt = buckets.assign([40, 40, 300, 10, 90, 5], cap=100, first=50)
-    lesson.check("assign: a bucket closes at its limit", dealt != [[0, 1], [2], [3, 4], [5]])
-    lesson.check("finalize: 1 + ... + p, once / 10; rank 0's alone; nobody's", rule(mesh), 1e-15)
+    questions_training.of_dp(lesson)
     batches = [batch_at(t) for t in range(3)]
     for name, make in ("SGD", SGD), ("AdamW", setting.ADAMW):
         verdict = verify.train(lambda: start_of(comm.rank), make, bucketed, mesh, batches,
@@ -136,20 +134,6 @@ def prove(lesson):
                   ("bytes at the start, all ranks", "(p-1) 8 n", None, everyone[2]),
                   p=comm.size, b=len(model.buckets), f=len(model.params),
                   n=cost.gpt_parameters(cost.Sizes.of(model.config)))
-
-
-def rule(mesh):
-    """Finish gradients that all ranks, rank 0, and nobody have.  -> error"""
-    everybody, first, nobody = (nn.Parameter(np.zeros(2), name) for name in "abc")
-    params = [everybody, first, nobody]
-    everybody.grad = np.full(2, mesh.world.rank + 1.0)
-    first.grad = None if mesh.world.rank else np.ones(2)
-    for p in params:
-        p.partial.add("dp")
-    placement.finalize(params, mesh, 10)
-    right = sum(range(1, mesh.world.size + 1)) / 10
-    return max(kit.difference(everybody.grad, [right, right]),
-               kit.difference(first.grad, [0.1, 0.1]), nobody.grad is not None)
 
 
 @kit.breaks(step, "train_step", first="mine =")

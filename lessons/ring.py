@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from lessons import clock, kit, setting
+from lessons import clock, kit, questions_arrays, setting
 from minidist import cost
 from minidist.collectives import all_reduce, double_tree, ring
 from minidist.ranks import comm
@@ -147,6 +147,7 @@ def prove(lesson):
     """Is it right, and what does it cost?
 
     Six lengths, which p divides or not. All numbers are whole, so sums in any order are equal."""
+    questions_arrays.of_a_ring(lesson)
     p, r = lesson.comm.size, lesson.comm.rank
     wrong, sent, price = np.zeros(3), np.zeros(2, int), np.zeros(2, int)
     for n in (200 * p, 0, 1, p - 1, p, p + 1):

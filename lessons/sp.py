@@ -7,9 +7,9 @@
 """
 import numpy as np
 
-from lessons import kit, setting
+from lessons import kit, questions_training, setting
 from minidist import collectives, cost, ledger, mappings, placement, sp, verify
-from minidist.engine import tensor
+from minidist.engine import graph, tensor
 from minidist.ranks.buffers import PAGE
 
 EXERCISE = [mappings.all_gather, mappings.reduce_scatter, sp.all_gather_linear]
@@ -94,6 +94,7 @@ def prove(lesson):
 
     N = B T tokens, w bytes per number; received arrays are moved by up to a page of g bytes; a
     gather or a scatter sends u = w N D (p-1)/p; s bytes go into the loss's small sums."""
+    questions_training.of_sp(lesson)
     p = lesson.comm.size
     s = cost.Sizes.of(plain().config, B=ROWS, w=8)
     rows = [*kept(lesson), *sent(lesson, "keep", 8, "kept"), *sent(lesson, "again", 10, "again")]
@@ -117,8 +118,9 @@ def kept(lesson):
         mine = model.localize(batch())
         x = np.ones((ROWS, len(mine.stream), model.config.width))
         y = model.blocks[0](tensor.Tensor(x, requires_grad=True), mine)
+        sizes = [a for node in ledger.nodes(y) for a in graph.captured(node.vjp) if a.dtype == int]
         yield (f"block, {name}", formula, None,
-               tensor.graph_bytes(y, exclude=ledger.known(model, mine)))
+               graph.graph_bytes(y, exclude=[*ledger.known(model, mine), *sizes]))
 
 
 def sent(lesson, way, units, name):

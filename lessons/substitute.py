@@ -177,7 +177,7 @@ def describe(error, path=None):
     if own and isinstance(error, NotImplementedError):
         return f"{path}: {own[-1].name} is not written yet"
     where = f"{path}, line {own[-1].lineno}, in {own[-1].name}: " if own else ""
-    asked = f"{error.asked}: " if hasattr(error, "asked") else ""
+    asked = f"{error.asked}: " if path and hasattr(error, "asked") else ""
     if isinstance(error, Deadlock):                        # says so itself; all are in one group
         return asked + where + str(error).replace(", group world", "")
     return f"{asked}{where}{type(error).__name__}: {error}"

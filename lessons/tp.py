@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from lessons import clock, kit, pictures, setting
+from lessons import clock, kit, pictures, questions_training, setting
 from minidist import cost, mappings, placement, tp
 from minidist.engine import functional, tensor
 from minidist.ranks.comm import run_threads
@@ -128,6 +128,7 @@ def prove(lesson):
     """What does it cost, and is it the same training?
 
     The article counts one all_reduce per layer. N = B T tokens; the loss's three sums send s."""
+    questions_training.of_tp(lesson)
     rows, letters, loss = price(lesson)
     lesson.ledger(*rows, **letters)
     model, batch = cut(lesson), setting.words(WIDE, vocab=setting.reader().config.vocab)
@@ -159,8 +160,8 @@ def price(lesson):
              sum(way.bytes for way in cost.tp(sizes, group)), there.bytes + back.bytes),
             ("parameters on all ranks",
              "D (V + L (12 D + 7) + p (T + 6 L + 2))", None, sum(held))]
-    letters = setting.letters(sizes, "NTDLV", p=p, s=3 * group.all_reduce(sizes.N, 8).bytes)
-    return rows, letters, loss
+    small = 3 * group.all_reduce(sizes.N, 8).bytes
+    return rows, setting.letters(sizes, "NTDLV", p=p, s=small), loss
 
 
 def counted(group, run):

@@ -12,6 +12,8 @@ import textwrap
 from importlib import import_module
 from importlib.util import find_spec
 
+import numpy as np
+
 from lessons import kit, script, substitute
 from lessons.script import existing
 from minidist.ranks.comm import run_threads
@@ -50,10 +52,10 @@ def caught(lesson, name, old, new):
 
 
 def changed(function, module, old, new):
-    """Make a function of its source with one text in another's place."""
-    source, made = textwrap.dedent(inspect.getsource(function)), {}
+    """Make a function of its source with another text in one's place; np is there, as in a stub."""
+    source, made = textwrap.dedent(inspect.getsource(function)), {**vars(module), "np": np}
     assert old in source, f"{function.__name__} does not say {old!r} any more"
-    exec(compile(source.replace(old, new), "a mutant", "exec"), vars(module), made)
+    exec(compile(source.replace(old, new), "a mutant", "exec"), made)
     return made[function.__name__]
 
 
