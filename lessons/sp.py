@@ -21,9 +21,8 @@ WAYS = {"one rank": "", "TP": "tp", "TP+SP, kept": "keep", "TP+SP": "again"}
 def what_tp_leaves_whole(lesson):
     """What does TP leave whole?
 
-    TP cuts what lies between a column cut and a row cut. Norms, dropout and residuals lie outside:
-    every rank computes and keeps them for all tokens. But they look at one token at a time, so a
-    rank may as well take T/p of them. GPT-3, 16 bits, s = 2048 tokens, b = 1, on p = 8 ranks:"""
+    Norms, dropout and residuals, outside its cuts: every rank keeps them for all tokens. But they
+    look at one token at a time: T/p would do. GPT-3, 16 bits, s = 2048 tokens, b = 1, p = 8:"""
     one, cut, all_cut = gpt3()
     lesson.predict("One rank keeps 2,869 MB per layer. And each of the eight, under TP?",
                    round(cut / 1e6), "MB", why="10 s b h stay whole",
@@ -209,8 +208,7 @@ def draw(figure, p):
     axes.legend(fontsize=8, reverse=True)
 
 
-TAKEAWAY = ("SP cuts what TP left whole: for the same bytes as TP if each layer's input is kept "
-            "whole, for a quarter more if it is gathered again.")
+TAKEAWAY = "SP cuts what TP left whole: for TP's bytes if layers keep whole inputs, else 1/4 more."
 FIELD = "Megatron-LM --sequence-parallel; PyTorch SequenceParallel; Korthikanti et al. 2022"
 TRY = ["which p makes TP alone hold less than half of what one rank does? And TP+SP?"]
 SCREENS = [what_tp_leaves_whole, two_halves, whose_gradient_is_whole, prove, unsummed]

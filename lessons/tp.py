@@ -158,8 +158,7 @@ def price(lesson):
              forward.bytes + backward.bytes),
             ("bytes of a rank and step", "(4 L + 2) 2(p-1)/p x 8 N D + s",
              sum(way.bytes for way in cost.tp(sizes, group)), there.bytes + back.bytes),
-            ("parameters on all ranks",
-             "D (V + L (12 D + 7) + p (T + 6 L + 2))", None, sum(held))]
+            ("parameters of all ranks", "D (V+L (12 D+7) + p (T+6 L+2))", None, sum(held))]
     small = 3 * group.all_reduce(sizes.N, 8).bytes
     return rows, setting.letters(sizes, "NTDLV", p=p, s=small), loss
 
