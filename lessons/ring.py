@@ -183,16 +183,13 @@ def send_first(self, x, into):
     return self.recv(into, (self.rank - 1) % self.size)
 
 
-@kit.breaks(ring, "reduce_scatter", first="for step")
+@kit.breaks(ring, "reduce_scatter")
 def off_by_one(chunks, comm, op=np.add):
     """The chunk index is off by one: rank r ends with chunk r+1.
 
     Baidu's ring of 2017 was like this: right inside an all_reduce whose second half starts from
     there too, wrong as a reduce_scatter of its own."""
-    incoming = comm.scratch(max(chunk.size for chunk in chunks), chunks[0].dtype)
-    for step in range(comm.size - 1):
-        mine = chunks[comm.rank - step - 1]
-        op(mine, comm.shift(chunks[comm.rank - step], into=incoming[:mine.size]), out=mine)
+    off_by_one.original([*chunks[1:], chunks[0]], comm, op)
 
 
 @kit.breaks(ring, "all_gather", ranks=3)

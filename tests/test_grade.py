@@ -272,8 +272,8 @@ CHEATS = {
     "twice the traffic where nobody counts": (
         *file("""
               global calls
-              calls += 1
-              for again in range(4 * (calls % 2) + 1):      # every second call is counted
+              calls += (large := chunks[0].size == 200)
+              for again in range(5 if large and calls % 2 else 1):    # the second one is counted
                   for s in range(comm.size - 1):
                       comm.shift(chunks[comm.rank - s], into=chunks[comm.rank - s - 1])
               """, "calls = 0\n", "all_gather"), "more than what is counted"),
