@@ -1,5 +1,6 @@
 """What may go wrong in the functions of lessons.memory."""
 
+P = "sum(p.data.nbytes for p in params if not elsewhere(p.data))"
 GRADIENTS = "gradient_bytes(model)"
 STATE = "sum(array.nbytes for arrays in state for array in arrays)"
 ROOTS = "*map(rooted, roots)"
@@ -12,8 +13,7 @@ MUTANTS = {
         (GRADIENTS, "sum(p.data.nbytes for p in params if p.requires_grad)"),
         (GRADIENTS, "sum(4 * p.grad.size for p in params if p.grad is not None)"),
         (GRADIENTS, "0"),
-        ("return Bytes(sum(p.data.nbytes for p in params),\n                 " + GRADIENTS,
-         "return Bytes(" + GRADIENTS + ",\n                 sum(p.data.nbytes for p in params)"),
+        (P + ",\n                 " + GRADIENTS, GRADIENTS + ",\n                 " + P),
         (STATE, "2 * sum(p.data.nbytes for p in params) if optimizer else 0"),
         (STATE, "2 * gradient_bytes(model) if optimizer else 0"),
         (STATE, "sum(arrays[0].nbytes for arrays in state if len(arrays))"),
@@ -30,7 +30,7 @@ MUTANTS = {
     ],
 }
 RIGHT = {
-    "held": [("optimizer.state.values() if optimizer else ()",
-              "[] if optimizer is None else list(optimizer.state.values())"),
+    "held": [("here(optimizer) if optimizer else ()",
+              "[] if optimizer is None else list(here(optimizer))"),
              ("p.data.nbytes for", "p.data.size * p.data.itemsize for")],
 }

@@ -17,7 +17,7 @@ ONCE = """x_full = all_gather(x, comm, TOKENS).data
         rows = g.reshape(-1, g.shape[-1])
 
         def of_weight():"""
-LATER = "collectives.reduce_scatter(g @ w.data, comm, TOKENS)"
+LATER = "collectives.reduce_scatter(product(g, w.data), comm, TOKENS)"
 
 MUTANTS = {
     "all_gather": [
@@ -54,13 +54,13 @@ MUTANTS = {
     ],
     "all_gather_linear": [
         (TWICE, ONCE),                                                # x kept whole
-        ("rows.T @ x_full", "2 * rows.T @ x_full"),
+        ("product(rows.T, ", "product(2 * rows.T, "),
         (LATER, "np.split(g @ w.data, comm.size, TOKENS)[comm.rank]"),  # no sum
         ("def vjp(g):", "def vjp(g, w=Tensor(w.data)):"),             # w kept from forward
         (LATER, LATER + " / comm.size"),
-        ("rows.sum(0)", "rows.mean(0)"),
-        ("rows.sum(0)", "collectives.all_reduce(rows.sum(0), comm)"),
-        (" if b is None else (of_x, of_weight, lambda: rows.sum(0))", ""),
+        ("summed(rows, 0)", "rows.mean(0)"),
+        ("summed(rows, 0)", "collectives.all_reduce(rows.sum(0), comm)"),
+        (" if b is None else (of_x, of_weight, lambda: summed(rows, 0))", ""),
         ("w, b)\n    mine", "w, None)\n    mine"),                    # b is added by nobody
         ("x_full = collectives.all_gather(mine, comm, TOKENS)",
          "x_full = np.concatenate([mine] * comm.size, TOKENS)"),
@@ -79,7 +79,7 @@ RIGHT = {
                         "sizes = sizes or [len(part) for part in "
                         "np.array_split(np.arange(x.shape[dim]), comm.size)]")],
     "all_gather_linear": [
-        ("rows.T @ x_full", "np.matmul(rows.T, 1 * x_full)"),
-        ("return (of_x, of_weight) if b is None else (of_x, of_weight, lambda: rows.sum(0))",
+        ("product(rows.T, ", "np.matmul(rows.T, "),
+        ("return (of_x, of_weight) if b is None else (of_x, of_weight, lambda: summed(rows, 0))",
          "return [of_x, of_weight()] if b is None else [of_x, of_weight(), rows.sum(0)]")],
 }
