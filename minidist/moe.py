@@ -8,6 +8,7 @@ Auxiliary losses are sums over tokens, like the loss itself.
 Capacity and balance count the tokens of one call: pieces of a batch count each for itself, so
 dropless training without the balance loss is the one that does not depend on how it is cut.
 
+Lesson: python -m lessons.moe
 Papers: Lepikhin et al. 2020, "GShard"; Fedus et al. 2021, "Switch Transformers"
 """
 import math
@@ -17,8 +18,7 @@ from functools import partial
 import numpy as np
 
 from minidist import BadInput
-from minidist.engine import functional as F
-from minidist.engine import tensor as T
+from minidist.engine import functional, tensor
 from minidist.engine.gpt import MLP, residual_std
 from minidist.engine.nn import Module, Parameter, init
 from minidist.engine.tensor import Tensor
@@ -65,6 +65,18 @@ def asked(args):
 def choose(scores, k):
     """Find the k largest of each row, ties to the lower index.  [n, E] -> [n, k]"""
     return np.argsort(-scores, axis=1, kind="stable")[:, :k]
+
+
+def route(logits, bias, k):
+    """Choose k experts for each token by probability plus bias; its gates are without the bias.
+
+    [n, E], [E] or None -> chosen [n, k], gates [n, k], probabilities [n, E].  One gate is the
+    probability itself, so that the router learns; several are scaled to add up to 1."""
+    p = functional.softmax(logits)
+    chosen = choose(p.data if bias is None else p.data + bias, k)
+    ids = np.arange(len(chosen))[:, None] * p.shape[1] + chosen
+    gates = functional.embedding(p.reshape(-1, 1), ids).reshape(*chosen.shape)
+    return chosen, gates / tensor.sum(gates, 1, True) if k > 1 else gates, p
 
 
 def count(chosen, experts):
@@ -145,7 +157,7 @@ def balance_loss(p, counts, coefficient):
 def z_loss(logits, coefficient):
     """Coefficient times the sum of squared log sum exp: keeps logits small.  [n, E] -> []"""
     top = logits.data.max(1, keepdims=True)
-    lse = T.log(T.sum(T.exp(logits - top), 1, True)) + top
+    lse = tensor.log(tensor.sum(tensor.exp(logits - top), 1, True)) + top
     return (lse * lse).sum() * coefficient
 
 
@@ -171,8 +183,8 @@ class Experts(Module):
         self.columns = slice(None)
 
     def forward(self, rows, counts):
-        hidden = F.gelu(F.grouped_linear(rows, self.fc1, self.fc1_bias, counts))
-        return F.grouped_linear(hidden, self.fc2, self.fc2_bias, counts, self.columns)
+        hidden = functional.gelu(functional.grouped_linear(rows, self.fc1, self.fc1_bias, counts))
+        return functional.grouped_linear(hidden, self.fc2, self.fc2_bias, counts, self.columns)
 
 
 class MoE(Module):
@@ -218,23 +230,21 @@ class MoE(Module):
         The rows that come back carry the auxiliary losses.
         """
         r, wide = self.routing, np.promote_types(flat.dtype, np.float32)
-        logits = F.linear(T.cast(flat, wide), T.cast(self.router, wide))
-        p = F.softmax(logits)
-        chosen = choose(p.data if self.bias is None else p.data + self.bias.data, r.top_k)
+        logits = functional.linear(tensor.cast(flat, wide), tensor.cast(self.router, wide))
+        bias = None if self.bias is None else self.bias.data
+        chosen, gates, p = route(logits, bias, r.top_k)
         self.note(count(chosen, r.experts))
         if r.aux:
             loss = balance_loss(p, self.total(self.counts), r.aux)
-            flat = F.add_auxiliary_loss(flat, loss, "balance")
+            flat = functional.add_auxiliary_loss(flat, loss, "balance")
         if r.z:
-            flat = F.add_auxiliary_loss(flat, z_loss(logits, r.z), "z")
-        ids = np.arange(len(chosen))[:, None] * r.experts + chosen
-        gates = F.embedding(p.reshape(-1, 1), ids).reshape(*chosen.shape)
-        return chosen, gates / T.sum(gates, 1, True) if r.top_k > 1 else gates, flat
+            flat = functional.add_auxiliary_loss(flat, z_loss(logits, r.z), "z")
+        return chosen, gates, flat
 
     def note(self, counts):
         """Remember who chose whom, for the bias not when a forward is repeated.  [E]"""
         self.counts = counts
-        if T.is_grad_enabled() and not T.replaying():
+        if tensor.is_grad_enabled() and not tensor.replaying():
             self.seen = self.seen + counts
 
     def rebalance(self):
