@@ -33,7 +33,7 @@ from functools import partial
 from minidist import BadInput
 from minidist.engine.graph import Node
 from minidist.engine.nn import Module
-from minidist.engine.tape import again, gradients
+from minidist.engine.tape import again, forget, gradients
 from minidist.engine.tensor import Tensor
 
 WHAT = "blocks", "sqrt", "attention"
@@ -47,7 +47,8 @@ def checkpoint(fn, *args, rng=None):
     rng: a NumPy generator that it draws from; the repetition draws the same numbers."""
     began, state = Node((), None).born, rng and rng.bit_generator.state
     inputs = [cut_off(arg) for arg in args]
-    y = fn(*inputs)
+    with forget():
+        y = fn(*inputs)
     if y.node is None:                                      # a constant, or an argument as it is
         return next((arg for arg, x in zip(args, inputs) if x is y), y)
     leaves = used(y.node, began)

@@ -21,6 +21,7 @@ Paper:  Vaswani et al. 2017; Ainslie et al. 2023 (grouped queries)
 import numpy as np
 
 from .dtypes import product, widened
+from .tape import forgetting
 from .tensor import Tensor
 
 TILE = 64                                # queries at a time
@@ -108,7 +109,8 @@ def _forward(plan, masks, qs, ks, vs, result):
     for mine, seen, hidden in plan:
         scores = widened(ks[seen]) @ widened(qs[mine]).swapaxes(-1, -2)
         p, top, total = _softmax(scores, hidden, qs.dtype)
-        tiles.append((mine, seen, p))
+        if not forgetting():
+            tiles.append((mine, seen, p))
         kept = p if masks is None else p * masks[seen][..., mine[-1]]
         product(kept.swapaxes(-1, -2), vs[seen], out=result[mine][..., :e])
         if result.shape[-1] > e:

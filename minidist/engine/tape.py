@@ -27,7 +27,7 @@ class _State(threading.local):
     """What this rank is doing: ranks may be threads of one process."""
 
     def __init__(self):
-        self.recording, self.replaying = True, False
+        self.recording, self.replaying, self.forgetting = True, False, False
         self.deferred = None                                # the list that backward() was given
         self.depth, self.callbacks = 0, []                  # backwards running; what runs after
         self.loss_scale = 1.0
@@ -62,6 +62,15 @@ def replay():
 
 def replaying():
     return _state.replaying
+
+
+def forget():
+    """Mark a forward whose graph is dropped at once: what only its backward needs is not made."""
+    return _flag("forgetting", True)
+
+
+def forgetting():
+    return _state.forgetting
 
 
 def scale_losses(scale):
