@@ -298,6 +298,7 @@ def test_L12_a_hang_is_reported_whatever_the_call_was_given(name, waiting, capfd
     told = capfd.readouterr().err
     assert aborted == [watch.TIMED_OUT] and "longer than MINIDIST_TIMEOUT=0.01" in told
     assert "rank 0" in told.partition("\n")[2]
+    assert name != "a float as rank" or "for a message from rank 1  recv" in told
 
 
 def test_L12_a_watchdog_outlives_an_error_of_its_own(waiting, monkeypatch):
@@ -370,21 +371,26 @@ def test_L15_a_command_that_returns_256_has_not_ended_well():
 
 # -- L16: honest work ---------------------------------------------------------------------------
 
-def test_L16_who_waits_for_work_of_any_length_is_not_reported(waiting):
+def test_L16_who_waits_for_work_of_any_length_is_not_reported(waiting, monkeypatch):
     dog, status, aborted = waiting
+    clock = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     status.now = group("world", ("", 0, None)), "recv", None, 1, 80
     busy = report.Status(threading.get_ident())
 
     def later():
         dog.table.write(1, [report.row(1, busy)])
         dog.look()
-        time.sleep(0.02)
+        clock[0] += 0.6
+    dog.timeout = 1
     with report.at_work(busy, "trains the twin"):
         for _ in range(3):
             later()
         assert "rank 1 trains the twin  at" in dog.table.story("")
         assert "cause: rank 0 waits for rank 1, which trains the twin at" in dog.table.story("")
-    assert not aborted
+    later()
+    assert not aborted                             # the wait counts from the end of the work
     for _ in range(3):
         later()
     assert aborted == [watch.TIMED_OUT]
