@@ -107,10 +107,10 @@ class File(Host):
         """Make the file, and fill it with zeros now: a disk that is full refuses them here."""
         try:
             self.file = tempfile.TemporaryFile(dir=self.folder, buffering=0)
-            for at in range(0, nbytes, CHUNK):
-                os.pwrite(self.file.fileno(), bytes(min(CHUNK, nbytes - at)), at)
         except OSError as error:
             self.refuse(error)
+        for at in range(0, nbytes, CHUNK):
+            self.write(at, np.zeros(min(CHUNK, nbytes - at), np.uint8))
         return mmap.mmap(self.file.fileno(), nbytes)
 
     def read(self, at, into):
