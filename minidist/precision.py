@@ -139,7 +139,6 @@ def round_masters(optimizer, low, form):
     for p in optimizer.params:
         if p.name in optimizer.masters:
             low(p)[0][...] = rounded(optimizer.masters[p.name], form)
-            p.changed()
 
 
 # ------------------------------------------------------------------------ the loss scale

@@ -13,7 +13,7 @@ from minidist.engine.optim import SGD, AdamW, warmup_cosine
 from minidist.engine.tensor import Tensor, graph_bytes
 from minidist.mesh import DeviceMesh
 from minidist.precision import LossScale, moved, to_bfloat16
-from minidist.ranks.comm import run_threads
+from minidist.ranks.comm import run_threads, solo
 from minidist.step import train_step
 from tests.mpi import mpi
 from tests.models import tiny
@@ -70,6 +70,12 @@ def test_a_float64_is_rounded_onto_the_same_grid(form, step):
     assert precision.rounded(x.astype(np.float32), form).tolist() == y.tolist()
 
 
+@pytest.mark.parametrize("form", precision.FORMS)
+def test_a_float64_model_starts_on_the_grid(form):
+    p = precision.use(plain(), form).parameters()[0].data
+    assert p.dtype == np.float64 and p.any() and (p == precision.rounded(p, form)).all()
+
+
 # ------------------------------------------------------------------ the loss scale
 
 def test_the_loss_scale_step_by_step():
@@ -108,14 +114,14 @@ class Slope(Module):
 
     def forward(self, batch):
         g = np.array(self.gradient(batch.step) if callable(self.gradient) else self.gradient)
-        return (self.w.cast(np.float32) * g).sum()
+        return (self.w.cast(np.float32) * (g * batch.count)).sum()
 
 
 def go(model, optimizer, steps, max_norm=None):
     for step in range(steps):
         before, t = model.w.data.copy(), optimizer.t
-        result = train_step(model, Batch.of(np.zeros((1, 1), int), np.zeros((1, 1), int), step),
-                            optimizer, max_norm=max_norm)
+        batch = Batch.of(np.zeros((1, 2), int), np.zeros((1, 2), int), step)
+        result = train_step(model, batch, optimizer, max_norm=max_norm)
         yield before - model.w.data, optimizer.t - t, result
 
 
@@ -140,12 +146,14 @@ def test_D06_unscaled_by_the_scale_of_its_own_backward():
 
 def test_D29_a_skipped_step_moves_no_schedule():
     model, rates = Slope(lambda step: [np.inf if step == 1 else 1, 1]), []
+    model.after_step = [lambda: rates.append("moved")]      # as experts' balance
     optimizer = AdamW([model.w], warmup_cosine(1.0, 4, 100))
     precision.attach(optimizer, "fp16", LossScale(8.0))
     for moved_by, steps, result in go(model, optimizer, 5):
         rates += [optimizer.rate] * steps
-        assert result.skipped == (steps == 0) == (not moved_by.any())
-    assert rates == [0.25, 0.5, 0.75, 1.0] and optimizer.t == 4
+        assert result.skipped == (steps == 0) == (not moved_by.any()) == (model.w.grad is None)
+    assert rates == ["moved", 0.25, "moved", 0.5, "moved", 0.75, "moved", 1.0]
+    assert optimizer.t == 4
 
 
 @pytest.mark.parametrize("form, half", [("fp16", 2.0 ** -11), ("bf16", 2.0 ** -8)])
@@ -173,13 +181,24 @@ def test_weight_decay_is_that_of_the_masters():
     assert (model.w.data == np.float16(0.99)).all()
 
 
-def test_at_the_smallest_scale_a_step_is_an_error():
+@pytest.mark.parametrize("scale, passed", [(2.0, 2), (1.0, 1)])
+def test_at_the_smallest_scale_a_step_is_an_error(scale, passed):
     model = Slope([np.nan, 1])
-    optimizer = precision.attach(SGD([model.w], lr=1.0), "fp16", LossScale(2.0))
-    assert [result.skipped for _, _, result in go(model, optimizer, 2)] == [True, True]
+    optimizer = precision.attach(SGD([model.w], lr=1.0), "fp16", LossScale(scale))
+    assert [result.skipped for _, _, result in go(model, optimizer, passed)] == [True] * passed
     with pytest.raises(FloatingPointError, match="smallest loss scale, 1: no step was taken"):
         list(go(model, optimizer, 1))
     assert optimizer.t == 0 and not model.w.data.any()
+
+
+def test_what_an_optimizer_keeps_is_taken_over_by_another():
+    one, other = Slope([3, 4]), Slope([0, 0])
+    here, there = (precision.attach(ADAMW([m.w]), "fp16", LossScale(8.0)) for m in (one, other))
+    list(go(one, here, 2))
+    there.keep(other.w, [x.copy() for x in here.kept(one.w)])
+    assert len(there.state["w"]) == 2 and there.masters["w"].any()
+    for a, b in zip(here.kept(one.w), there.kept(other.w), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 # ------------------------------------------------------------------ float16 operations
@@ -304,6 +323,22 @@ def compared(comm, options, form, make, scale):
         step = train_step(model, batch, ours, mesh, num_microbatches=2, max_norm=0.5)
         twin.check(step, model, ours, batch, max_norm=0.5)
     return twin.verdict, ours.loss_scale
+
+
+def test_a_twin_that_repeats_its_step_repeats_its_scale():
+    """A window of 1 doubles S in each step, and with it the gradients of the repetition."""
+    def trained(change):
+        model, scale = precision.use(plain(), "fp16"), LossScale(8.0, window=1)
+        ours = with_scale(precision.attach(ADAMW(model.parameters()), "fp16"), scale)
+        twin = verify.Twin(lambda: precision.use(plain(), "fp16"), lambda params: with_scale(
+            precision.attach(ADAMW(params), "fp16"), scale), DeviceMesh(solo()))
+        step = train_step(model, batches(1)[0], ours)
+        model.parameters()[0].grad *= change
+        return twin.check(step, model, ours, batches(1)[0]), twin.optimizer.loss_scale
+
+    for change, equal in (1, True), (1 + 1e-6, False):
+        verdict, scale = trained(change)
+        assert verdict.equal == equal and scale.value == 16
 
 
 def with_scale(optimizer, scale):

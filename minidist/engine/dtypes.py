@@ -30,7 +30,7 @@ def widened(a):
 def product(a, b, out=None):
     """a @ b; of float16 in float32, rounded once.  [..., n, k], [..., k, m] -> [..., n, m]
 
-    NumPy has no 16-bit BLAS; its own loop is 35 times slower, and rounds every partial sum."""
+    NumPy has no 16-bit BLAS; its own loop is 35 times slower."""
     if a.dtype != np.float16 and b.dtype != np.float16:
         return np.matmul(a, b, out=out)
     y = widened(a) @ widened(b)

@@ -123,7 +123,7 @@ def _sum_by_id(g, ids, shape):
     if ids.size:
         order = np.argsort(ids, kind="stable")
         found, starts = np.unique(ids[order], return_index=True)
-        out[found] = np.add.reduceat(widened(g[order]), starts)
+        out[found] = np.add.reduceat(g[order], starts)     # float16 in float32
     return out
 
 
