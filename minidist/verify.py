@@ -141,7 +141,6 @@ class Twin:
         The step is repeated from parameters moved by at most one unit in the last place, and with
         its sums in another order: one row after the other."""
         moved, rng = dict.fromkeys(reference, 0.0), np.random.default_rng(0)
-        scale = self.optimizer.loss_scale
         for _ in range(TRIALS):
             self.take_over(*self.start)
             self.optimizer.loss_scale = self.scale
@@ -150,7 +149,6 @@ class Twin:
             for what, x in self.take_step(batch, max_norm, len(batch.rows)).items():
                 if what in moved:
                     moved[what] = max(moved[what], size(x - reference[what]))
-        self.optimizer.loss_scale = scale
         return {what: min(gap, self.verdict.bound * size(ours[what] - reference[what])
                           / (NOISE * moved[what])) if moved.get(what) and what in ours else gap
                 for what, gap in found.items()}
