@@ -14,8 +14,8 @@
     one technique each               dp zero tp sp pp flash cp ulysses moe ep
                                      recompute offload precision
     the whole                        step parallel verify ledger trace checkpoint storage
-                                     progress flags files models resume replicas
-    commands                         train sample simulate dryrun doctor fuzz
+                                     progress flags files models resume replicas pairs
+    commands                         train sample simulate dryrun doctor fuzz sweep
 
 engine, ranks and cost know nothing of each other; collectives builds on ranks and cost; techniques
 build on all of these and never on one another.  Importing this package sets one BLAS thread per

@@ -23,11 +23,9 @@ from fnmatch import fnmatch
 import numpy as np
 
 from minidist import BadInput, files, parallel, schedules, train, verify
-from minidist import flags as command_flags
 from minidist.engine.data import random_batch
 from minidist.engine.functional import IGNORE
 from minidist.engine.gpt import GPTConfig
-from minidist.ranks import environment
 from minidist.ranks.comm import run_threads
 from minidist.step import train_step
 
@@ -135,11 +133,11 @@ def choose(seed):
     return chosen
 
 
-def flags(chosen, folder="DIR"):
+def flags(chosen):
     """Write a case as flags of minidist.train.  -> list of words"""
     words = []
     for name in [*AXES, *(choice.name for choice in FLAGS)]:
-        value = folder if name == "offload" and chosen[name] else chosen[name]
+        value = chosen[name]
         if value is not None and (name not in AXES or value > 1 or name == "dp"):
             words += [f"--{name}"] + ([] if value is True else [str(value)])
     return words
@@ -167,13 +165,22 @@ class Outcome:
 def run(seed):
     """Train a case on thread ranks beside its twin.  -> Outcome"""
     chosen = choose(seed)
-    case = " ".join(flags(chosen)) + "   " + ", ".join(
-        f"{choice.name} {chosen[choice.name]}" for choice in OTHERS if chosen[choice.name])
+    others = ", ".join(f"{choice.name} {chosen[choice.name]}" for choice in OTHERS
+                       if chosen[choice.name])
+    return outcome(seed, flags(chosen), chosen, others)
+
+
+def outcome(seed, words, chosen, others=""):
+    """Train what these flags of minidist.train say, on as many thread ranks.  -> Outcome
+
+    words: with DIR where a directory is meant.  chosen: sizes, and what no flag says."""
+    case, worst = " ".join(words) + f"   {others}" * bool(others), None
     ranks = math.prod(chosen[axis] for axis in AXES)
-    worst = None
     try:
         with tempfile.TemporaryDirectory() as folder:
-            kind, words, worst = alike(run_threads(ranks, rank, chosen, folder, timeout=PATIENCE))
+            words = [folder if word == "DIR" else word for word in words]
+            said = run_threads(ranks, rank, words, chosen, timeout=PATIENCE)
+            kind, words, worst = alike(said)
     except TimeoutError as error:
         kind, words = "HANGS", str(error)
     except Exception as error:                              # whatever it is, it is to be told
@@ -188,14 +195,14 @@ def alike(said):
     return said[0]
 
 
-def rank(world, chosen, folder):
+def rank(world, words, chosen):
     """Be one rank of a case.  -> kind, words, largest difference"""
     began = False
     try:
-        o = options(chosen, folder)
+        o = options(words)
         mesh, config = parallel.make_mesh(o, world), configuration(chosen, o)
         model, optimizer, twin = train.assemble(o, config, mesh, lambda m: prepare(m, chosen))
-        for step in range(STEPS):
+        for step in range(o.steps):
             batch, began = draw_batch(config, o.batch, chosen, step), True
             report = train_step(model, batch, optimizer, mesh, o.grad_accum, o.clip or None)
             if not twin.check(report, model, optimizer, batch, o.clip or None).equal:
@@ -207,9 +214,9 @@ def rank(world, chosen, folder):
     return (EQUIVALENT if v.equal else "DIVERGED"), v.line(), v.worst
 
 
-def options(chosen, folder):
+def options(words):
     """Let minidist.train read a case's flags."""
-    return train.options([*flags(chosen, folder), "--verify", "--steps", str(STEPS)])
+    return train.options(["--verify", "--steps", str(STEPS), *words])
 
 
 def configuration(chosen, o):
@@ -236,25 +243,14 @@ def draw_batch(config, rows, chosen, step):
 
 # ------------------------------------------------------------------------------ many cases
 
-def main():
-    """Be `python -m minidist.verify`: run cases, say what became of each.  -> exit status"""
-    p = command_flags.Parser(prog="python -m minidist.verify", description=__doc__.split("\n")[0],
-                             epilog="example: python -m minidist.verify --fuzz 300 --seed 0")
-    p.add_argument("--fuzz", type=command_flags.integer(1), metavar="N", required=True,
-                   help="train N random layouts, each beside its twin in one process")
-    p.add_argument("--seed", type=command_flags.integer(0, 2 ** 31), default=0, metavar="S",
-                   help="of the first case; the next one has S + 1 (default 0)")
-    p.add_argument("--json", metavar="FILE", help="write what was printed, as data")
-    args = p.parse_args()
-    if environment.launched():
-        raise BadInput("--fuzz starts its own ranks, as threads; leave out -n and mpirun")
-    files.ready(args.json)
+def many(n, seed, json):
+    """Run cases seed, seed + 1, ...; say what became of each.  -> exit status"""
     outcomes = []
-    for seed in range(args.seed, args.seed + args.fuzz):
-        outcomes.append(run(seed))
+    for each in range(seed, seed + n):
+        outcomes.append(run(each))
         print(outcomes[-1].line(), flush=True)
     print(*summary(outcomes), sep="\n")
-    status = files.deliver(("data", args.json, files.numbers({"rows": [
+    status = files.deliver(("data", json, files.numbers({"rows": [
         dict(vars(outcome)) for outcome in outcomes]})))
     return status or int(not all(outcome.good for outcome in outcomes))
 

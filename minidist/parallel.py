@@ -13,8 +13,8 @@
     --precision fp16  parameters, activations, messages of 16 bits       minidist.precision
 
 Strategies are functions on models, so composing them is applying one after another, always in the
-order of STRATEGIES. The product of all sizes is the number of ranks; replicas take the ranks that
-the other axes leave.
+order of STRATEGIES; what does not go together is refused, see pairs. The product of all sizes is
+the number of ranks; replicas take the ranks that the other axes leave.
 
 Run: python -m minidist.train -n 4 --dp 4 --verify
 """
@@ -22,8 +22,8 @@ import hashlib
 import math
 from functools import partial
 
-from minidist import (BadInput, cp, ep, flags, flash, moe, offload, pp, precision, recompute,
-                      schedules, sp, tp, zero)
+from minidist import (BadInput, cp, ep, flags, flash, moe, offload, pairs, pp, precision,
+                      recompute, schedules, sp, tp, zero)
 from minidist.dp import DistributedDataParallel
 from minidist.mesh import AXES, DeviceMesh, notes
 from minidist.ranks import comm, environment
@@ -118,58 +118,22 @@ def axis_sizes(args, ranks):
     if sizes["pp"] == 1 and (getattr(args, "schedule", None) or getattr(args, "chunks", None)):
         raise BadInput("--schedule and --chunks say how the stages of --pp take turns, and there "
                        "is 1; use --pp 2 or more")
-    if sizes["pp"] > 1 and (getattr(args, "zero", None) or 0) > 1:
-        raise BadInput(f"--zero {args.zero} would send gradients after each micro-batch of each "
-                       "stage of --pp; use --zero 1, or leave out --pp")
-    refuse_recompute(args, sizes)
-    refuse_experts(args)
-    refuse_precision(args)
+    refuse_no_experts(args)
+    pairs.refuse(args, sizes)
     if args.batch < sizes["dp"]:
         raise BadInput(f"{args.batch} sequences do not give each of {sizes['dp']} replicas one; "
                        f"use --batch {sizes['dp']} or more")
     return sizes
 
 
-def refuse_recompute(args, sizes):
-    """Raise BadInput if what --recompute asks for does not go with the rest."""
-    what = getattr(args, "recompute", None)
-    ring = sizes["cp"] > 1 and args.cp_method != "ulysses"
-    if what == "attention" and (args.attention == "tiled" or ring):
-        raise BadInput("--recompute attention saves the T x T weights, which attention in tiles "
-                       "(--attention tiled, and every ring of --cp) does not keep; leave it out, "
-                       "or use --recompute blocks")
-    if what == "sqrt" and sizes["pp"] > 1:
-        raise BadInput("--recompute sqrt joins several layers to one part, and the schedule of "
-                       f"--pp {sizes['pp']} knows its parts one by one; use --recompute blocks")
-
-
-def refuse_experts(args):
-    """Raise BadInput if flags for experts miss them, or do not go with the rest."""
+def refuse_no_experts(args):
+    """Raise BadInput for flags about experts without any."""
     if not getattr(args, "experts", None):
         given = [name for name in ("ep", "top_k", "capacity", "balance", "shared_expert")
                  if getattr(args, name, None) is not None and (name, args.ep) != ("ep", 1)]
         if given:
             raise BadInput(f"--{given[0].replace('_', '-')} is about experts, and this model has "
                            "none; use --experts E")
-    elif (args.ep or 1) > 1 and args.zero == 3 and getattr(args, "offload", None):
-        raise BadInput("--offload moves what --zero 3 has cut to pieces, and the experts of --ep "
-                       "are not; use --zero 1 or 2, or leave out --offload")
-    elif args.sp:
-        raise BadInput("--sp would give a router only some of the tokens that its experts work "
-                       "on; leave it out, or --experts")
-
-
-def refuse_precision(args):
-    """Raise BadInput if --precision does not go with the rest."""
-    if getattr(args, "precision", None) is None:
-        return
-    if getattr(args, "offload", None):
-        raise BadInput("--offload moves what the optimizer writes together with its state, and the "
-                       "masters of --precision are of another size than the parameters and their "
-                       "gradients; leave out one of the two")
-    if getattr(args, "experts", None):
-        raise BadInput("a router in 16 bits would choose other experts wherever two scores are as "
-                       "good as equal, so --experts is for float32; leave out --precision")
 
 
 def refuse_uneven_passes(args, mesh):

@@ -35,7 +35,8 @@ A strategy of your own, on thread ranks and a small GPT that hides nothing:
 
     print(verify.layout(lambda model, mesh: parallelize(model, mesh["dp"]), attach, dp=3).line())
 
-Random combinations of all that stands: python -m minidist.verify --fuzz 300 --seed 0.
+Every pair of techniques, and random combinations of all that stands:
+python -m minidist.verify --sweep, --fuzz 300 --seed 0.
 Lesson: mpirun -n 4 python -m lessons.dp
 """
 from dataclasses import dataclass
@@ -256,6 +257,6 @@ def compare(ours, reference):
 
 
 if __name__ == "__main__":
-    from minidist import fuzz
+    from minidist import sweep
     from minidist.ranks import launch
-    launch.run(fuzz.main)
+    launch.run(sweep.main)

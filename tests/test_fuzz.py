@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from minidist import BadInput, buckets, fuzz, parallel, train
+from minidist import BadInput, buckets, fuzz, parallel, sweep, train
 from minidist.ranks import environment
 
 CASES = 24
@@ -100,4 +100,4 @@ def test_the_command(monkeypatch):
     monkeypatch.setattr(environment, "launched", lambda: True)
     monkeypatch.setattr(sys, "argv", argv[2:])
     with pytest.raises(BadInput, match="leave out -n and mpirun"):
-        fuzz.main()
+        sweep.main()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from minidist import BadInput, parallel, train
+from minidist import BadInput, fuzz, parallel, sweep, train
 from minidist.dp import DistributedDataParallel
 from minidist.engine.gpt import GPT
 from minidist.ranks import launch
@@ -123,4 +123,30 @@ def test_options_are_what_verify_needs_and_stay():
 def test_zero_with_tensor_and_sequence_parallelism_is_verified():
     status, out = command(4, "--dp", "2", "--tp", "2", "--sp", "--zero", "3", "--grad-accum", "2",
                           "--clip", "0.5", "--dropout", "0.1", "--verify")
+    assert status == 0 and "EQUIVALENT" in out, out
+
+
+# ----------------------------------------------------------------------- everything at once
+
+CUBE = dict(dp=2, pp=2, tp=2)
+LAYOUTS = [
+    CUBE, dict(pp=2, tp=4), dict(dp=2, tp=4), dict(dp=4, pp=2),
+    dict(dp=2, cp=2, tp=2), dict(pp=2, cp=2, tp=2), dict(dp=2, pp=2, cp=2),
+    CUBE | {"experts": 4, "ep": 2}, dict(dp=4, tp=2, experts=4, ep=2),
+    CUBE | {"zero": 1}, dict(dp=2, tp=4, zero=3), dict(dp=4, tp=2, zero=3, sp="again"),
+    CUBE | {"sp": "keep"}, CUBE | {"recompute": "blocks"}, CUBE | {"schedule": "interleaved"},
+    CUBE | {"precision": "fp16"}, dict(dp=4, tp=2, zero=3, offload="DIR"),
+    CUBE | {"cp": 2}, dict(dp=2, pp=3, tp=4)]                                   # 16, 24 ranks
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda i: str(LAYOUTS[i]))
+def test_eight_ranks_and_more_train_as_one(number):
+    """With dropout, ragged targets, grouped heads, a tied head, clipping, uneven rows: 4 steps."""
+    flags = LAYOUTS[number] | ({"grad-accum": 2} if "pp" in LAYOUTS[number] else {})
+    outcome = sweep.train(flags, ["adamw", "sgd"][number % 2], steps=4)
+    assert outcome.kind == fuzz.EQUIVALENT, outcome.line()
+
+
+def test_eight_processes_are_verified_from_the_command_line():
+    status, out = command(8, "--dp", "2", "--tp", "2", "--pp", "2", "--verify")
     assert status == 0 and "EQUIVALENT" in out, out
