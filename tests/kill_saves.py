@@ -31,7 +31,7 @@ FLAGS = (f"--preset lesson --layers 1 --context 8 --batch 4 --steps {STEPS} --sa
 def worker():
     """Train, but slowly where it saves; say which process this is."""
     sync = storage.sync
-    storage.sync = lambda path: (sync(path), time.sleep(PAUSE))
+    storage.sync = lambda path: (sync(path), time.sleep(PAUSE * (20 if path.is_dir() else 1)))
     Path("pids", str(os.getpid())).touch()
     return train.main()
 
