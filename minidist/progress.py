@@ -20,6 +20,7 @@ class History:
     val_steps: list = field(default_factory=list)           # optimizer steps taken before each
     tokens: int = 0
     seconds: float = 0.0                                    # in training steps alone
+    skipped: int = 0                                        # steps, by a loss scale
     trouble: str = ""                                       # why it could not go on to the end
 
     def add(self, step, seconds):
@@ -27,6 +28,7 @@ class History:
         self.losses.append(step.loss)
         self.tokens += step.count
         self.seconds += seconds
+        self.skipped += int(step.skipped)
 
     def validated(self, loss):
         """Record a validation after the steps taken so far."""
@@ -51,6 +53,7 @@ class Progress:
         left = (time.perf_counter() - self.began) * (self.steps - done) / max(done, 1)
         loss = f"{history.losses[-1]:.3f}" if done else "    -"
         rate = f"{history.tokens_per_s:>9,.0f} tokens/s   {clock(left)} left" if done else ""
+        rate += f"   {history.skipped} skipped" if history.skipped else ""
         return (f"step {done:>6}/{self.steps}   loss {loss}   validation "
                 f"{history.val_losses[-1]:.3f}   {rate}").rstrip()
 

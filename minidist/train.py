@@ -255,7 +255,7 @@ def report(o, history, verdict=None, text=None, fingerprint=None):
     return {"losses": history.losses, "val_losses": history.val_losses,
             "val_steps": history.val_steps, "tokens_per_s": history.tokens_per_s,
             "verdict": verdict and verdict.line(), "sample": text,
-            "parameters_sha256": fingerprint, "trouble": history.trouble,
+            "parameters_sha256": fingerprint, "trouble": history.trouble, "skipped": history.skipped,
             "flags": {k: v for k, v in o._asdict().items() if k not in ("out", "json", "found")}}
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from minidist import BadInput, cost, ledger, parallel, precision, train, verify
+from minidist import BadInput, checkpoint, cost, ledger, parallel, precision, train, verify
 from minidist.engine import functional as F
 from minidist.engine.data import Batch, random_batch
 from minidist.engine.nn import Module, Parameter
@@ -199,6 +199,26 @@ def test_what_an_optimizer_keeps_is_taken_over_by_another():
     assert len(there.state["w"]) == 2 and there.masters["w"].any()
     for a, b in zip(here.kept(one.w), there.kept(other.w), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_checkpoint_has_masters_and_scale(tmp_path):
+    """Saved after S has moved; whoever loads it goes on bit for bit."""
+    def start():
+        model = precision.use(plain(np.float32), "fp16")
+        return model, precision.attach(ADAMW(model.parameters()), "fp16", LossScale(8.0, window=3))
+
+    (one, here), (other, there) = start(), start()
+    for batch in batches(4):
+        train_step(one, batch, here)
+    checkpoint.save(tmp_path, one, here, step=4)
+    checkpoint.load(checkpoint.find(tmp_path, solo()), other, there)
+    assert there.loss_scale == here.loss_scale == LossScale(16.0, window=3, clean=1)
+    for model, optimizer in (one, here), (other, there):
+        train_step(model, batches(5)[4], optimizer)
+    for p, q in zip(one.parameters(), other.parameters()):
+        np.testing.assert_array_equal(p.data, q.data)
+        for a, b in zip(here.kept(p), there.kept(q), strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 # ------------------------------------------------------------------ float16 operations

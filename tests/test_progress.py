@@ -32,6 +32,14 @@ def test_one_moving_line_on_a_terminal(monkeypatch):
     assert "0:00 left" in last
 
 
+def test_skipped_steps_are_shown(monkeypatch):
+    assert "skipped" not in shown(monkeypatch, terminal=False)
+    history = History(val_losses=[2.0])
+    for norm in (1.0, float("inf"), float("inf")):
+        history.add(Step(3.0, 10, norm, scale=8.0), seconds=0.5)
+    assert Progress(3, show=False).line(history).endswith("left   2 skipped")
+
+
 def test_plain_lines_elsewhere(monkeypatch):
     text = shown(monkeypatch, terminal=False)
     assert "\r" not in text and [line[10:26] for line in text.splitlines()] == \
