@@ -252,10 +252,10 @@ def sizes(o, config, **others):
 
 def report(o, history, verdict=None, text=None, fingerprint=None):
     """Collect what was printed, as data."""
-    return {"losses": history.losses, "val_losses": history.val_losses,
+    return {"losses": history.losses, "val_losses": history.val_losses, "skipped": history.skipped,
             "val_steps": history.val_steps, "tokens_per_s": history.tokens_per_s,
             "verdict": verdict and verdict.line(), "sample": text,
-            "parameters_sha256": fingerprint, "trouble": history.trouble, "skipped": history.skipped,
+            "parameters_sha256": fingerprint, "trouble": history.trouble,
             "flags": {k: v for k, v in o._asdict().items() if k not in ("out", "json", "found")}}
 
 
