@@ -35,8 +35,9 @@ def first(i):
 
 
 def test_the_table_of_variables_is_the_code():
-    """What the library reads or sets, by its name in quotes, and nothing else."""
-    files = [*readme.ROOT.glob("minidist/**/*.py"), *readme.ROOT.glob("lessons/*.py")]
+    """What the library and the suite read or set, by its name in quotes, and nothing else."""
+    files = [*readme.ROOT.glob("minidist/**/*.py"), *readme.ROOT.glob("lessons/*.py"),
+             readme.ROOT / "tests/unwritten.py"]
     in_code = {v for f in files for v in re.findall(r'"(MINIDIST_\w+)"', f.read_text())}
     rows = [line for line in readme.README.read_text().splitlines() if line.startswith("| `MINI")]
     assert in_code == {v for row in rows for v in re.findall(r"MINIDIST_\w+", row)}
