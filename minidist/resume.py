@@ -51,7 +51,24 @@ def again(parser, argv, world):
             raise BadInput(f"--{name.replace('_', '-')} is {getattr(args, name)}, and for "
                            f"{found.path} {was}: that would be another training; leave the flag "
                            "out, or start anew without --resume")
+    if args.verify and args.dtype == "float32":
+        raise BadInput(f"{found.path} was trained in float32, and --verify compares in float64; "
+                       "leave out --verify")
     return args, found
+
+
+def told(found):
+    """Say from where a run goes on, and what was passed over.  -> lines, each after a line break"""
+    if found is None:
+        return ""
+    return (f"\ngoing on from {found.path}, saved on {found.index['mesh']}"
+            + "".join(f"\npassed over: {line}" for line in found.refused))
+
+
+def latest(o):
+    """Name the checkpoint from which a run could go on now."""
+    paths = storage.candidates(Path(o.out))[0]
+    return paths[0] if paths else "no checkpoint could be saved"
 
 
 def go_on(found, run):

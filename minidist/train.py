@@ -68,7 +68,7 @@ def options(argv=None):
     if args.verify and args.dtype == "float32":
         raise BadInput("--verify compares in float64, where 1e-11 is far above rounding and far "
                        "below any mistake; leave out --dtype float32")
-    if args.precision and args.dtype and not args.verify:
+    if args.precision and args.dtype and not (args.verify or found):
         raise BadInput(f"--precision {args.precision} says what is computed in; leave out --dtype")
     if args.grad_accum is None:
         stages = args.pp if args.pp and args.pp > 1 else 0
@@ -238,11 +238,10 @@ def headline(run, o):
     experts = (f"{size.E} experts, {size.k} for each token, which so meets "
                f"{cost.active_parameters(size):,} parameters\n" if size.E else "")
     text, characters = o.text or "Unicode names", len(run.corpus.tokens)
-    begun = f"\ngoing on from {o.found.path}, saved on {o.found.index['mesh']}" if o.found else ""
     return (f"{o.preset}: {c.layers} layers of width {c.width}, {c.heads} heads, "
             f"{cost.gpt_parameters(size):,} parameters in {o.precision or o.dtype}\n"
             f"{experts}{text}: {characters:,} characters, {c.vocab} different; "
-            f"{o.batch} x {c.context} tokens per step, on {run.mesh.describe()}{begun}")
+            f"{o.batch} x {c.context} tokens per step, on {run.mesh.describe()}")
 
 
 def sizes(o, config, **others):
@@ -276,9 +275,7 @@ def command(o):
     history = run.history
     first = run.mesh.world.rank == 0
     if first:
-        print(headline(run, o))
-        for line in o.found.refused if o.found else ():
-            print(f"passed over: {line}")
+        print(headline(run, o) + resume.told(o.found))
         if o.audit:
             print("\n" + audit(run.model.parameters()) + "\n")
     with Progress(o.steps, first) as progress, np.errstate(over="ignore", invalid="ignore"):
@@ -310,6 +307,8 @@ def finish(run, o, history, verdict, model):
     found = report(o, history, verdict, text, fingerprint) | {"offload": moved}
     status = files.deliver(("data", data, files.numbers(found)),
                            ("picture", picture, files.picture(draw, history, size=(7, 4))))
+    if o.save_every:
+        print(f"latest     {resume.latest(o)}")
     if verdict:
         print(f"compared   {verdict.steps} of {len(history.losses)} steps with one process: "
               f"loss, every gradient, every parameter\n{verdict.line()}")

@@ -48,10 +48,12 @@ def ask(monkeypatch, capsys):
 KEYS = "losses", "val_losses", "val_steps", "parameters_sha256", "sample"
 
 
-def test_D34_a_run_that_goes_on_ends_as_one_that_never_stopped(run):
+@pytest.mark.parametrize("kind", [[], ["--precision", "fp16"], ["--experts", "3"]])
+def test_D34_a_run_that_goes_on_ends_as_one_that_never_stopped(run, kind):
     """Batches, dropout, rate and curve, bit by bit, from flags that nobody had to repeat."""
-    straight = run(*SMALL)[0]
-    saved = run(*SMALL, *SAVE)[0]
+    straight = run(*SMALL, *kind)[0]
+    saved, out, _ = run(*SMALL, *SAVE, *kind)
+    assert "latest     out/step_6\n" in out
     again, out, _ = run("--resume", "out/step_3")
     last = run("--resume", "out")[0]
     for key in KEYS:
@@ -110,6 +112,7 @@ REFUSED = [
     (["--resume", "out", "--kv-heads", "3"], "--kv-heads is 3"),
     (["--resume", "out", "--steps", "7"], "--steps is 7, .* another training"),
     (["--resume", "out", "--text", "text"], "the text is not the one that out/step_6 was trained"),
+    (["--resume", "out", "--verify"], "out/step_6 was trained in float32, and --verify compares"),
     (["--resume", "missing"], "there is no checkpoint to read in missing"),
     (["--resume", "out/step_4"], "there is no checkpoint to read in out/step_4"),
     ([*SMALL, *SAVE], "out holds step_6 of another run; go on from it with --resume out"),
