@@ -14,12 +14,13 @@ from minidist.cost.messages import NOTHING, Group, always_ring, chunks
 from minidist.cost.model import block_activations, gpt_activations, segmented, tiles
 from minidist.cost.shards import Moved, offload, pieces, zero, zero_held, zero_parts
 from minidist.cost.strategies import (
-    cp, ddp, dealt, dp, key_rows, sp, tp, tp_activations, tp_shapes, tp_share, ulysses)
+    cp, ddp, dealt, dp, ends, key_rows, pp, sp, tp, tp_activations, tp_shapes, tp_share, ulysses)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Say how a training step is spread over ranks, as minidist.parallel spreads it."""
+    pp: int = 1                         # stages, one on each rank, under 1F1B
     dp: int = 1
     cp: int = 1
     tp: int = 1
@@ -60,9 +61,12 @@ class Rank:
         self.layout, self.at = layout, {axis: at.get(axis, 0) for axis in AXES}
         self.sizes, self.tp = sizes, self.group("tp")
         rows = chunks(sizes.B, layout.dp)[self.at["dp"]]
-        self.batches = [replace(sizes, B=b, T=sizes.T // layout.cp)
-                        for b in chunks(rows, layout.microbatches)]
-        self.shapes = tp_shapes(sizes, self.tp)
+        self.stage = self.group("pp")
+        self.first, self.last = ends(self.stage)            # have I the embedding, the head?
+        self.mine = replace(sizes, B=rows, T=sizes.T // layout.cp,
+                            L=chunks(sizes.L, layout.pp)[self.stage.rank])
+        self.batches = [replace(self.mine, B=b) for b in chunks(rows, layout.microbatches)]
+        self.shapes = tp_shapes(sizes, self.tp, self.stage)
 
     @property
     def zero(self):
@@ -85,7 +89,7 @@ class Rank:
         return Group(p, rank, self.layout.chosen)
 
 
-AXES = "dp", "cp", "tp"                       # of a layout, outermost first
+AXES = "pp", "dp", "cp", "tp"                 # of a layout, outermost first
 
 
 def data_parallel_sends(rank):
@@ -99,7 +103,8 @@ def data_parallel_sends(rank):
         yield ("dp",), zero(sums, group, w, layout.zero, layout.microbatches, gathers)
     else:
         yield ("dp",), ddp([sum(one) + len(one) for one in sums], group, w)
-    yield ("dp", "cp"), rank.group("dp", "cp").all_reduce(2, 8)
+    everyone = "pp", "dp", "cp"
+    yield everyone, rank.group(*everyone).all_reduce(2, 8)
 
 
 def tensor_parallel_sends(rank):
@@ -108,7 +113,9 @@ def tensor_parallel_sends(rank):
         return
     way = rank.layout.sequence
     for sizes in rank.batches:
-        forward, backward = sp(sizes, rank.tp, way == "keep") if way else tp(sizes, rank.tp)
+        ends = rank.first, rank.last
+        forward, backward = (sp(sizes, rank.tp, way == "keep", *ends) if way
+                             else tp(sizes, rank.tp, *ends))
         yield ("tp",), forward + backward
     if way:
         yield ("cp", "tp"), rest(rank, (False,), "cp", "tp")
@@ -127,6 +134,16 @@ def context_parallel_sends(rank):
     yield ("cp",), rest(rank, (True,) if way and rank.tp.p > 1 else (True, False), "cp")
 
 
+def pipeline_sends(rank):
+    """Activations and gradients of each micro-batch; then what two stages hold, if tied."""
+    layout, sizes, w = rank.layout, rank.mine, rank.sizes.w
+    stream = sizes.T // (layout.tp if layout.sequence else 1)
+    yield ("pp",), pp(replace(sizes, T=stream), rank.stage, layout.microbatches)
+    if sizes.tied and layout.pp > 1 and (rank.first or rank.last):
+        words, p = rank.shapes[0 if rank.first else -1][0], layout.dp if layout.zero else 1
+        yield ("pp",), dp([-(-words // p)], Group(2, int(rank.last), layout.chosen), w)
+
+
 def rest(rank, kinds, *axes):
     """Price of summing gradients after backward: those that are cut by tp, or not."""
     p = rank.layout.dp if rank.layout.zero else 1                   # ZeRO: of my piece of each
@@ -141,7 +158,8 @@ def norm_sends(rank):
         yield AXES, rank.group(*AXES).all_reduce(1, 4)
 
 
-SENDS = [data_parallel_sends, tensor_parallel_sends, context_parallel_sends, norm_sends]
+SENDS = [data_parallel_sends, tensor_parallel_sends, context_parallel_sends, pipeline_sends,
+         norm_sends]
 
 
 def step(sizes, layout, targets=None, **at):
@@ -177,23 +195,34 @@ def moves(rank):
 # === What is kept between forward and backward, and computed ===
 
 def activations(rank, targets=None):
-    """Bytes kept of the first micro-batch.  -> when forward ends, and at the top of backward"""
+    """Bytes kept of the first micro-batch.  -> when forward ends, and at the top of backward
+
+    Stage r of p under 1F1B keeps so much of up to p - r micro-batches at a time."""
     sizes, layout, places = rank.batches[0], rank.layout, 0
     if layout.cp > 1 and layout.method != "ulysses":        # tiles; and whose keys stand where
         sizes, places = replace(sizes, tile=0), 8 * rank.sizes.T
     share = tp_share(sizes, rank.tp, layout.sequence)
-    A = sizes.L * places + (gpt_activations(sizes, targets) if rank.tp.p == 1 else
-                            tp_activations(sizes, rank.tp, layout.sequence))
+    block = places + sum(kept.bytes for kept in block_activations(sizes, share))
+    one = share.stream * sizes.D * sizes.w
+    embed = 8 * (sizes.N + sizes.T) if rank.tp.p == 1 else (
+        9 * sizes.N + 8 * sizes.T // (rank.tp.p if layout.sequence else 1))
+    embed += one * sizes.dropout
+    A = sizes.L * block + rank.first * embed + rank.last * head(rank, sizes, targets, block, embed)
     if layout.recompute == "attention":
         A -= sizes.L * core(sizes, share)
     if layout.recompute not in ("blocks", "sqrt"):
         return A, A
     every = 1 if layout.recompute == "blocks" else math.ceil(math.sqrt(sizes.L))
-    block = places + sum(kept.bytes for kept in block_activations(sizes, share))
-    one = share.stream * sizes.D * sizes.w
-    embed = 8 * (sizes.N + sizes.T) if rank.tp.p == 1 else (
-        9 * sizes.N + 8 * sizes.T // (rank.tp.p if layout.sequence else 1))
-    return segmented(sizes.L, every, A - sizes.L * block, embed + one * sizes.dropout, one, block)
+    return segmented(sizes.L, every, A - sizes.L * block, rank.first * embed, one, block)
+
+
+def head(rank, sizes, targets, block, embed):
+    """Bytes that the head keeps: what blocks and embedding leave of the whole."""
+    one = replace(sizes, L=1)
+    A = (gpt_activations(one, targets) if rank.tp.p == 1 else
+         tp_activations(one, rank.tp, rank.layout.sequence))
+    places = 8 * rank.sizes.T if rank.layout.cp > 1 and rank.layout.method != "ulysses" else 0
+    return A - (block - places) - embed
 
 
 def core(sizes, share):
@@ -214,6 +243,6 @@ def flops(rank, sizes):
     width = share.heads * sizes.e
     attention = 2 * N * rank.sizes.T * width
     block = N * D * (2 * width + 2 * key_rows(sizes, rank.tp) + 2 * share.hidden) + attention
-    head = N * D * chunks(sizes.V, rank.tp.p)[rank.tp.rank]
+    scores = rank.last * N * D * chunks(sizes.V, rank.tp.p)[rank.tp.rank]
     again = {None: 0, "attention": attention}.get(rank.layout.recompute, block)
-    return 2 * (sizes.L * (3 * block + again) + 3 * head)
+    return 2 * (sizes.L * (3 * block + again) + 3 * scores)

@@ -44,9 +44,13 @@ def dealt(parameters, w, first, cap):
 
 # === Tensor and sequence parallelism: p ranks cut each layer of the GPT ===
 
-def tp_shapes(sizes, group):
+WHOLE = Group(1)                              # the only stage of a model that is no pipeline
+
+
+def tp_shapes(sizes, group, stage=WHOLE):
     """List the numbers in each parameter that one rank holds, in the order of the forward pass.
 
+    stage: which of the stages of a pipeline.
     -> [(numbers, is it cut?)]: matrices are; norms, row biases and positions are whole."""
     D, share = sizes.D, tp_share(sizes, group)
     words = chunks(sizes.V, group.p)[group.rank] * D
@@ -54,8 +58,16 @@ def tp_shapes(sizes, group):
     norm = [(D, False), (D, False)]
     attention = [(qkv * D, True), (qkv, True), (D * width, True), (D, False)]
     mlp = [(share.hidden * D, True), (share.hidden, True), (D * share.hidden, True), (D, False)]
-    head = norm if sizes.tied else [*norm, (words, True)]
-    return [(words, True), (sizes.T * D, False), *sizes.L * [*norm, *attention, *norm, *mlp], *head]
+    first, last = ends(stage)
+    embed = [(words, True), (sizes.T * D, False)] * first
+    head = (norm if sizes.tied and first else [*norm, (words, True)]) * last
+    layers = chunks(sizes.L, stage.p)[stage.rank]
+    return [*embed, *layers * [*norm, *attention, *norm, *mlp], *head]
+
+
+def ends(stage):
+    """Has it the embedding, has it the head?"""
+    return stage.rank == 0, stage.rank == stage.p - 1
 
 
 def tp_parameters(sizes, group):
@@ -80,14 +92,16 @@ def tp_share(sizes, group, sequence=None):
                  inputs=N // p if sequence == "again" else N)
 
 
-def tp(sizes, group):
+def tp(sizes, group, first=True, last=True):
     """Price of one step's tensor parallelism.  -> (forward, backward)
 
+    first, last: is the embedding among these layers, is the head?
     Two all_reduces of [B, T, D] per layer each way; one more for the embedding (forward) and for
     the head (backward); three of [B, T] in the loss; and, where p > K, tp_keys."""
-    layers = (2 * sizes.L + 1) * group.all_reduce(sizes.N * sizes.D, sizes.w)
+    one = group.all_reduce(sizes.N * sizes.D, sizes.w)
     forward, backward = tp_keys(sizes, group)
-    return layers + 3 * group.all_reduce(sizes.N, sizes.wide) + forward, layers + backward
+    return ((2 * sizes.L + first) * one + 3 * last * group.all_reduce(sizes.N, sizes.wide)
+            + forward, (2 * sizes.L + last) * one + backward)
 
 
 def tp_keys(sizes, group):
@@ -99,17 +113,18 @@ def tp_keys(sizes, group):
             sizes.L * inner.reduce_scatter(slices, sizes.w))
 
 
-def sp(sizes, group, keep_input=False):
+def sp(sizes, group, keep_input=False, first=True, last=True):
     """Price of one step's sequence parallelism.  -> (forward, backward)
 
     Every all_reduce of tp becomes a reduce_scatter in one place and an all_gather in another;
     unless they keep their input, two layers of a block (and the head) gather it once more."""
     pieces = [sizes.N // group.p * sizes.D] * group.p
     there, back = (move(pieces, sizes.w) for move in (group.all_gather, group.reduce_scatter))
-    layers = (2 * sizes.L + 1) * (there + back)
-    again = (0 if keep_input else 2 * sizes.L + 1) * there
+    blocks = 2 * sizes.L * (there + back)
+    again = (0 if keep_input else 2 * sizes.L + last) * there
     forward, backward = tp_keys(sizes, group)
-    return layers + 3 * group.all_reduce(sizes.N, sizes.wide) + forward, layers + again + backward
+    return (blocks + first * back + last * (there + 3 * group.all_reduce(sizes.N, sizes.wide))
+            + forward, blocks + first * there + last * back + again + backward)
 
 
 def between_cuts(kept):
