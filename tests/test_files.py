@@ -227,6 +227,14 @@ def test_F2_too_little_memory_is_one_sentence(trained, monkeypatch):
         train.main()
 
 
+def test_F5_what_fits_no_memory_is_one_sentence_in_a_benchmark_too(tmp_path):
+    bench = [sys.executable, "-m", "minidist.bench"]
+    for part in (["attention", "--tokens", "999999999998", "--no-torch"],
+                 ["tp", "-n", "2", "--batch", "99999999999"]):
+        status, _, err = command(*bench, *part, cwd=tmp_path)
+        assert status == 2 and "error: not enough memory: Unable to allocate" in err, err
+
+
 # ------------------------------------------------------------ F3, F4: other ranks, other inputs
 
 def test_F3_fewer_words_than_ranks_are_refused():

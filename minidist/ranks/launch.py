@@ -31,6 +31,8 @@ def run(main):
         sys.exit(main())
     except BadInput as error:
         safety.refuse(error)
+    except MemoryError as error:
+        safety.refuse(BadInput(f"not enough memory: {error}; ask for something smaller"))
     except SystemExit as ending:
         if isinstance(ending.code, int):
             ending.code = safety.exit_status(ending.code)
