@@ -33,8 +33,8 @@ def wait_for_all():
         return
     began = complete = time.monotonic()
     while len(here := job.ranks()) < size:
-        time.sleep(0.02)
         now, timeout = time.monotonic(), environment.timeout()
+        time.sleep(min(0.02 + (now - began) / 8, 0.25))        # many ranks look at each other
         living = job.living()
         complete = now if living is None or len(living) >= size else complete
         if now - complete > (min(MISSING, timeout / 2) or MISSING):
