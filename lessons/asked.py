@@ -5,6 +5,7 @@ the names that lessons/judge.py allows. It never gets a module, a function's ins
 write into what counts messages, predicts them, or is shared by all ranks.
 """
 import copy
+import operator
 import types
 import weakref
 from functools import partial
@@ -18,10 +19,12 @@ from minidist.ranks.stream import Stream, Work
 OF_COMM = set("rank size name axes send recv sendrecv shift isend irecv exchange barrier split "
               "stream operation label scratch closed".split())
 OF_STREAM = {"submit", "comm", "closed", "wait", "result"}
+OF_TUPLE = {"_replace", "_asdict", "_fields"}         # of a named one
 OPAQUE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
           types.GeneratorType, types.FrameType, types.CodeType, types.TracebackType, partial)
 OPERATORS = set("getitem setitem delitem contains enter add radd sub rsub mul rmul truediv "
                 "rtruediv matmul rmatmul pow neg".split())
+COMPARED = {"eq", "ne", "lt", "le", "gt", "ge"}
 BUILT_IN = {"len": len, "iter": iter, "next": next, "bool": bool, "index": int, "float": float,
             "int": int}
 AS_IT_IS = ("minidist.ranks", "minidist.cost", "minidist.collectives", "minidist.mesh")
@@ -37,7 +40,8 @@ class Asked:
     def do_get(self, thing, name):
         allowed = OF_COMM if isinstance(thing, Comm) else (
             OF_STREAM if isinstance(thing, (Stream, Work)) else {name})
-        if name.startswith("_") or name not in allowed or isinstance(thing, OPAQUE):
+        private = name.startswith("_") and not (isinstance(thing, tuple) and name in OF_TUPLE)
+        if private or name not in allowed or isinstance(thing, OPAQUE):
             raise AttributeError(f"a {type(thing).__name__} has no {name} that an exercise needs")
         return getattr(thing, name)
 
@@ -57,6 +61,8 @@ class Asked:
             return isinstance(args[0], thing)
         if name in BUILT_IN:
             return BUILT_IN[name](thing, *args)
+        if name in COMPARED:
+            return getattr(operator, name)(thing, *args)
         if name not in OPERATORS:
             raise TypeError(f"no operator {name}")
         return getattr(type(thing), f"__{name}__")(thing, *args)

@@ -56,6 +56,9 @@ class Remote:
     def __repr__(self):
         return home.ask("repr", self)
 
+    def __hash__(self):
+        return self._number
+
     def __del__(self):
         home.dropped.append([self._number, self._times])
 
@@ -65,7 +68,8 @@ def operator(name):
 
 
 for name in ("getitem setitem delitem len iter next contains bool enter instancecheck index float "
-             "int add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow neg").split():
+             "int add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow neg "
+             "eq ne lt le gt ge").split():
     setattr(Remote, f"__{name}__", operator(name))
 
 
