@@ -9,6 +9,7 @@ import operator
 import types
 import weakref
 from functools import partial
+from pathlib import PurePath
 
 import numpy as np
 
@@ -38,6 +39,8 @@ class Asked:
         return self.task.look_up(module, name)
 
     def do_get(self, thing, name):
+        if isinstance(thing, PurePath):
+            self.reach.attribute(thing, name)
         allowed = OF_COMM if isinstance(thing, Comm) else (
             OF_STREAM if isinstance(thing, (Stream, Work)) else {name})
         private = name.startswith("_") and not (isinstance(thing, tuple) and name in OF_TUPLE)
@@ -53,8 +56,12 @@ class Asked:
         setattr(thing, name, value)
 
     def do_call(self, thing, args, named):
+        self.reach.call(thing, args, named)
         found = placed(call, self.line)(thing, args, named)
         return alone(found) if hasattr(thing, "cache_clear") else found
+
+    def do_system(self, name, args, named):
+        return self.reach.system(name, args, named)
 
     def do_operator(self, name, thing, *args):
         if name == "instancecheck":

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from lessons import mirrors
 from lessons.asked import KEPT, Asked
+from lessons.reach import Reach
 from minidist import THREAD_VARIABLES
 from minidist.ranks.comm import Comm
 from minidist.ranks.threads import Stopped
@@ -52,6 +53,7 @@ class Session(mirrors.Mirrors, Asked):
         super().__init__(1)
         self.task, self.objects, self.dropped = task, {}, []
         self.known = {}                               # id of an object -> its number
+        self.reach, self.open, self.forgot = Reach(), set(), False
         self.stack, self.busy, self.turn = [], False, threading.Condition()
         self.folder = tempfile.mkdtemp(prefix="minidist-grade-")
         self.pipe, theirs = socket.socketpair()
@@ -72,6 +74,7 @@ class Session(mirrors.Mirrors, Asked):
         """Call one of the reader's functions: the exercise by its name, or what it handed out."""
         if len(self.stack) > DEEPEST:
             raise Failed(f"{self.task.name} calls itself through the library")
+        self.reach.give([*args, *named.values()])
         return self.converse("call", target, args, named)
 
     def converse(self, *request):
@@ -89,11 +92,25 @@ class Session(mirrors.Mirrors, Asked):
                 answer = self.answer(*message)
                 self.take_turn(lambda: self.stack[-1] is me)
                 self.send(*answer)
+        except BaseException as error:
+            self.leave(error)
+            raise
         finally:
             self.stack.remove(me)
-            if not self.stack:
+            if not self.stack and not self.open:
                 self.forget()
+                self.forgot = True
             self.pass_turn()
+
+    def leave(self, error):
+        """End a call that the proof has left, as one that it kills at a certain moment."""
+        if isinstance(error, Exception) or isinstance(error, (KeyboardInterrupt, SystemExit)):
+            return                                     # the call has ended, or all does
+        self.take_turn(lambda: True)
+        kind = "ask"
+        while kind == "ask":
+            self.send("leave")
+            kind, *_ = self.receive()
 
     def take_turn(self, fits):
         """Wait until the process waits too, and for me: two threads of a rank may talk to it."""
@@ -127,7 +144,8 @@ class Session(mirrors.Mirrors, Asked):
             raise Failed(self.dead)
         dropped, self.dropped = self.dropped, []
         try:
-            self.pipe.sendall(self.pack(*message, dropped=dropped))
+            self.pipe.sendall(self.pack(*message, dropped=dropped, forget=self.forgot))
+            self.forgot = False
         except OSError:
             raise self.end(Failed(self.obituary())) from None
 
@@ -231,5 +249,23 @@ class Session(mirrors.Mirrors, Asked):
             return self(of_the_reader, args, named)
         of_the_reader.session, of_the_reader.number = self, number
         of_the_reader.__qualname__ = str(name)
-        weakref.finalize(of_the_reader, self.dropped.append, number).atexit = False
+        weakref.finalize(of_the_reader, self.drop_function, number).atexit = False
         return of_the_reader
+
+    def find_steps(self, number, name):
+        """A generator of the process's.  Until it is gone, what its process holds is mirrored."""
+        self.open.add(number)
+        step = self.find_away(number, name, [])
+
+        def generator():
+            while True:
+                try:
+                    value = step()
+                except StopIteration:
+                    return
+                yield value
+        return generator()
+
+    def drop_function(self, number):
+        self.open.discard(number)
+        self.dropped.append(number)

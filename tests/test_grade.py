@@ -296,6 +296,36 @@ def test_a_cheat_has_no_points_and_a_reason(name, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["mine.py"]
 
 
+def commit(folder, body):
+    """Grade a commit of lessons.checkpoint with this body."""
+    text = ('"""python -m lessons.checkpoint --mine mine.py"""\n'
+            "import os\nfrom minidist.storage import FORMAT, INDEX, LATEST, write_json\n\n"
+            f"def commit(target, index):\n    {body}\n")
+    return graded(folder, text, "commit")
+
+
+@pytest.mark.parametrize("body, reason", [
+    ("(target / '../../x').write_text('')", "outside of the folder"),
+    ("write_json(target / '/tmp/x', {})", "outside of the folder"),
+    ("write_json('grade.json', {})", "must be made from the given one"),
+    ("os.rename(target, '/tmp/x')", "needs paths made from the given one"),
+    ("target.rename('/tmp/x')", "a path made from the given one"),
+    ("target.chmod(0)", "a path has no chmod"),
+    ("open('/tmp/x', 'w')", "writes /tmp/x")])
+def test_a_path_reaches_its_own_folder_only(body, reason, tmp_path):
+    record = commit(tmp_path, body)
+    assert record["points"] == 0 and reason in record["message"], record
+
+
+def test_what_is_done_to_a_path_is_seen_by_the_lesson(tmp_path):
+    """A commit in the wrong order is killed where the lesson chooses, by the grader's own os."""
+    record = commit(tmp_path, "part = target.with_name(target.name + '.part'); "
+                    "os.rename(part, target); "
+                    "write_json(target / INDEX, {'format': FORMAT, **index}); "
+                    "write_json(target.parent / LATEST, {'checkpoint': target.name})")
+    assert record["check"] == "killed at any moment: the old or the new one loads", record
+
+
 def test_a_table_of_the_library_stays_as_it_is(tmp_path):
     text = file("TERMS.clear()", "from minidist.cost.messages import TERMS\n")[0]
     before = dict(messages.TERMS)
