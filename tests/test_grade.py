@@ -299,7 +299,7 @@ def test_a_cheat_has_no_points_and_a_reason(name, tmp_path, monkeypatch):
 def commit(folder, body):
     """Grade a commit of lessons.checkpoint with this body."""
     text = ('"""python -m lessons.checkpoint --mine mine.py"""\n'
-            "import os\nfrom minidist.storage import FORMAT, INDEX, LATEST, remove, write_json\n\n"
+            "import os, shutil\nfrom minidist.storage import FORMAT, INDEX, LATEST, write_json\n\n"
             f"def commit(target, index):\n    {body}\n")
     return graded(folder, text, "commit")
 
@@ -320,7 +320,7 @@ def test_a_path_reaches_its_own_folder_only(body, reason, tmp_path):
 def test_what_is_done_to_a_path_is_seen_by_the_lesson(tmp_path):
     """A commit in the wrong order is killed where the lesson chooses, by the grader's own os."""
     record = commit(tmp_path, "part = target.with_name(target.name + '.part'); "
-                    "remove(target); os.rename(part, target); "
+                    "target.exists() and shutil.rmtree(target); os.rename(part, target); "
                     "write_json(target / INDEX, {'format': FORMAT, **index}); "
                     "write_json(target.parent / LATEST, {'checkpoint': target.name})")
     assert record["check"] == "killed at any moment: the old or the new one loads", record
