@@ -1,7 +1,7 @@
 """Fuzz: random combinations of everything that a training can be told, each beside its twin.
 
-    seed -> a line of CHOICES, one after the other -> flags of minidist.train, and what has no flag
-                                                         |
+    seed -> MESH, OTHERS, FLAGS, one choice after another -> flags of train, and what has no flag
+                                                                |
     EQUIVALENT to one process   or   refused, in a sentence, before the first message of a step
 
 Ranks are threads of this process. A choice depends on its name, the seed and what it is given by
