@@ -52,7 +52,8 @@ class MoEConfig:
 
     def sizes(self):
         """Name what cost.Sizes has to know."""
-        return dict(E=self.experts, k=self.top_k, shared=self.shared, biased=self.bias > 0)
+        return dict(E=self.experts, k=self.top_k, shared=self.shared, biased=self.bias > 0,
+                    aux=self.aux > 0)
 
 
 def asked(args):

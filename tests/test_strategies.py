@@ -1,11 +1,12 @@
 """cost.step against real steps: every byte and message of every axis, and all that is held."""
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 
-from minidist import buckets, cost, ledger, offload, parallel, precision, zero
-from minidist.collectives import chosen
+from minidist import buckets, cost, ep, ledger, moe, offload, parallel, precision, verify, zero
+from minidist.collectives import all_gather, chosen
 from minidist.cost.layout import AXES, Rank, activations
 from minidist.dp import DistributedDataParallel
 from minidist.engine import attention
@@ -89,6 +90,67 @@ def counted(layout, config, rows, ragged, optimizer=AdamW, form=None):
 
 def axes_of(layout):
     return {axis: getattr(layout, axis) for axis in AXES}
+
+
+EXPERTS = {
+    "one process": (dict(), dict(k=1)),
+    "dp 3": (dict(dp=3), dict(biased=True)),
+    "ep 3, five experts, a loss": (dict(dp=3, ep=3), dict(E=5, aux=True)),
+    "ep 2 of dp 4, micro-batches": (dict(dp=4, ep=2, microbatches=2), dict(biased=True)),
+    "ep 2, tp 2, shared": (dict(dp=2, ep=2, tp=2), dict(shared=True, aux=True)),
+    "tp 3": (dict(tp=3), dict(k=1, shared=True)),
+    "ep 2, cp 2": (dict(dp=2, ep=2, cp=2), dict(biased=True)),
+    "cp 3": (dict(cp=3), dict(biased=True)),
+    "dp 4, ep 2, zero 2": (dict(dp=4, ep=2, zero=2, microbatches=2), dict(biased=True)),
+    "dp 2, zero 1": (dict(dp=2, zero=1), dict(aux=True)),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_a_step_with_experts(case):
+    """Every byte sent and held, given where the routers have sent the rows."""
+    axes, given = EXPERTS[case]
+    config = dict(ODD, kv_heads=2) if axes.get("tp") == 2 else ODD
+    layout, given = cost.Layout(**axes, chosen=chosen), {**dict(E=4, k=2), **given}
+    sizes = cost.Sizes.of(tiny(**config).config, B=6, w=8, tile=attention.TILE, **given)
+    for at, sent, held, targets, routed in routed_steps(layout, config, given):
+        step = cost.step(sizes, layout, targets, lambda i, layer: routed[i][layer], **at)
+        assert {axes: price[1:] for axes, price in step.sent.items() if price.messages} == sent, at
+        assert step.held == held, at
+        even = cost.step(sizes, layout, targets, **at)
+        assert set(even.sent) == set(step.sent) and even.held[:3] == held[:3]
+
+
+def routed_steps(layout, config, given):
+    """Take a step on thread ranks, and note the rows that go to the ranks of ep and come back."""
+    routing = moe.MoEConfig(given["E"], given["k"], aux=0.1 * given.get("aux", False),
+                            bias=0.1 * given.get("biased", False), shared=given.get("shared", False))
+
+    def rank(world):
+        mesh = DeviceMesh(world, dp=layout.dp, cp=layout.cp, tp=layout.tp, ep=layout.ep)
+        model = moe.replace_mlps(tiny(**config), routing)
+        model, notes = parallel.spread(verify.perturb(model), mesh, zero=layout.zero), []
+        for layer in moe.mixtures(model):
+            layer.experts.wrap(partial(noted, notes))
+        opt = parallel.equip(AdamW(model.parameters(), 0.01), model)
+        batch = random_batch(config["vocab"], config["context"], 6, 1, 0, True)
+        first = model.localize(batch).split(layout.microbatches)[0]
+        kept = ledger.held(model, None, model(first), batch=first).activations
+        notes.clear()
+        with world.counting() as count:
+            train_step(model, batch, opt, mesh, layout.microbatches)
+        held = ledger.held(model, opt)._replace(activations=kept)
+        there = [ep.sums(counts, cost.chunks(given["E"], layout.ep)) for counts in notes]
+        back = all_gather(np.array(there)[None], mesh["ep"])[:, :, mesh.coords["ep"]]
+        rows, L = list(zip(there, back.T.tolist())), len(model.blocks)
+        at = {axis: mesh.coords[axis] for axis in ("dp", "cp", "tp")}
+        return at, by_axes(count), held, first.count, [rows[i:i + L] for i in range(0, len(rows), L)]
+    return run_threads(layout.dp * layout.cp * layout.tp, rank)
+
+
+def noted(notes, forward, rows, counts):
+    notes.append(counts)
+    return forward(rows, counts)
 
 
 @pytest.mark.parametrize("case", LESS)

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from minidist.cost import experts
 from minidist.cost.messages import NOTHING, Group, always_ring, chunks
 from minidist.cost.model import block_activations, gpt_activations, segmented, tiles
 from minidist.cost.shards import Moved, offload, pieces, zero, zero_held, zero_parts
@@ -24,6 +25,7 @@ class Layout:
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1                         # ranks, of those of dp, that share the experts
     method: str = "zigzag"              # over the ranks of cp: "ring", "zigzag" or "ulysses"
     zero: int = 0                       # the stage of ZeRO over the ranks of dp; 0: DDP
     sequence: str | None = None         # over the ranks of tp: "again", "keep" or not at all
@@ -36,6 +38,11 @@ class Layout:
     first: int = 1 << 20                # bytes that close DDP's first bucket
     cap: int = 25 << 20                 # bytes that close each further one
     chosen: object = always_ring        # see Group
+
+    @property
+    def edp(self):
+        """Ranks of dp that hold the same experts."""
+        return self.dp // self.ep
 
 
 class Held(NamedTuple):
@@ -57,8 +64,9 @@ class Step(NamedTuple):
 class Rank:
     """One rank of a layout: its groups, its micro-batches, its parameters."""
 
-    def __init__(self, sizes, layout, at):
+    def __init__(self, sizes, layout, at, routed=None):
         self.layout, self.at = layout, {axis: at.get(axis, 0) for axis in AXES}
+        self.at |= dict(zip(("edp", "ep"), divmod(self.at["dp"], layout.ep)))
         self.sizes, self.tp = sizes, self.group("tp")
         rows = chunks(sizes.B, layout.dp)[self.at["dp"]]
         self.stage = self.group("pp")
@@ -66,7 +74,20 @@ class Rank:
         self.mine = replace(sizes, B=rows, T=sizes.T // layout.cp,
                             L=chunks(sizes.L, layout.pp)[self.stage.rank])
         self.batches = [replace(self.mine, B=b) for b in chunks(rows, layout.microbatches)]
-        self.shapes = tp_shapes(sizes, self.tp, self.stage)
+        self.held = chunks(sizes.E, layout.ep)
+        mine = self.held[self.at["ep"]]
+        self.shapes = tp_shapes(sizes, self.tp, self.stage, mine if layout.ep == 1 else 0)
+        self.experts = experts.shapes(sizes, self.tp, mine) * sizes.L if layout.ep > 1 else []
+        self.frozen = sizes.L * sizes.E * sizes.biased      # numbers of biases, whole everywhere
+        self.routed = routed or self.even_routing
+
+    def even_routing(self, i, layer):
+        """Rows of micro-batch i that go to each rank of ep, and come from it, dealt evenly."""
+        layout, ours = self.layout, range(self.at["dp"] - self.at["ep"],
+                                          self.at["dp"] - self.at["ep"] + self.layout.ep)
+        rows = [chunks(chunks(self.sizes.B, layout.dp)[d], layout.microbatches)[i] for d in ours]
+        each = self.sizes.k * (self.sizes.T // layout.cp)
+        return experts.evenly([each * b for b in rows], layout.ep, self.at["ep"])
 
     @property
     def zero(self):
@@ -76,9 +97,11 @@ class Rank:
     def states(self):
         """Count the numbers of parameters, gradients, and of each array of optimizer state."""
         numbers = [numbers for numbers, _ in self.shapes]
+        held = (sum(numbers),) * 3
         if self.zero:
-            return zero_held(numbers, self.group("dp"), self.zero, state=1)
-        return (sum(numbers),) * 3
+            held = zero_held(numbers, self.group("dp"), self.zero, state=1)
+        P, G, state = (n + sum(self.experts) for n in held)
+        return P + self.frozen, G, state
 
     def group(self, *axes):
         """Look up the group along these axes, its ranks numbered row by row."""
@@ -147,8 +170,27 @@ def pipeline_sends(rank):
 def rest(rank, kinds, *axes):
     """Price of summing gradients after backward: those that are cut by tp, or not."""
     p = rank.layout.dp if rank.layout.zero else 1                   # ZeRO: of my piece of each
+    biases = rank.sizes.L * (rank.frozen > 0) * (False in kinds)
     return dp([-(-numbers // p) for numbers, cut in rank.shapes if cut in kinds],
-              rank.group(*axes), rank.sizes.w)
+              rank.group(*axes), rank.sizes.w, biases)
+
+
+def expert_sends(rank):
+    """Rows of each micro-batch, both ways; experts' gradients; counts that balance looks at."""
+    sizes, w, both = rank.sizes, rank.sizes.w, rank.group("dp", "cp")
+    for i, batch in enumerate(rank.batches if sizes.E else ()):
+        for layer in range(sizes.L):
+            forward, backward = experts.ep(*rank.routed(i, layer), rank.held, batch,
+                                           rank.group("ep"))
+            yield ("ep",), forward + backward
+        if rank.tp.p > 1:
+            more = 2 * sizes.shared * rank.tp.all_reduce(batch.N * batch.D, w)
+            yield ("tp",), sizes.L * (rank.tp.all_reduce(batch.N * batch.k, max(w, 4)) + more)
+        yield ("dp", "cp"), sizes.L * sizes.aux * both.all_reduce(sizes.E, 8)
+    if sizes.E:
+        yield ("dp", "cp"), sizes.L * sizes.biased * both.all_reduce(sizes.E, 8)
+    if rank.experts:
+        yield ("edp", "cp"), dp(rank.experts, rank.group("edp", "cp"), w)
 
 
 def norm_sends(rank):
@@ -158,16 +200,20 @@ def norm_sends(rank):
         yield AXES, rank.group(*AXES).all_reduce(1, 4)
 
 
-SENDS = [data_parallel_sends, tensor_parallel_sends, context_parallel_sends, pipeline_sends,
-         norm_sends]
+SENDS = [data_parallel_sends, tensor_parallel_sends, context_parallel_sends, expert_sends,
+         pipeline_sends, norm_sends]
 
 
-def step(sizes, layout, targets=None, **at):
+def step(sizes, layout, targets=None, routed=None, **at):
     """Predict one training step of the rank at these coordinates (dp=1, tp=0).  -> Step
 
     sizes: of the whole model and the global batch.  targets: how many tokens of this rank's first
-    micro-batch have one; None: all.  A strategy adds its messages by a function in SENDS."""
-    rank, sent = Rank(sizes, layout, at), {}
+    micro-batch have one; None: all.  routed(micro-batch, layer) -> rows to and from each rank of
+    ep; None: dealt evenly.  A strategy adds its messages by a function in SENDS."""
+    if sizes.E and (layout.recompute or layout.offload or layout.zero == 3 or layout.pp > 1):
+        raise ValueError("not predicted: experts beside a pipeline, recomputation, offload or ZeRO's "
+                         "stage 3")
+    rank, sent = Rank(sizes, layout, at, routed), {}
     for sends in SENDS:
         for axes, price in sends(rank):
             long = "-".join(axis for axis in axes if getattr(layout, axis) > 1)
@@ -177,7 +223,7 @@ def step(sizes, layout, targets=None, **at):
     held = Held(0 if layout.offload and rank.zero == 3 else P, G,
                 moved.buffers if layout.offload else layout.state * state,
                 activations(rank, targets)[1])
-    return Step(sent, held, moved, sum(flops(rank, batch) for batch in rank.batches))
+    return Step(sent, held, moved, sum(flops(rank, i) for i in range(len(rank.batches))))
 
 
 def moves(rank):
@@ -208,6 +254,9 @@ def activations(rank, targets=None):
         9 * sizes.N + 8 * sizes.T // (rank.tp.p if layout.sequence else 1))
     embed += one * sizes.dropout
     A = sizes.L * block + rank.first * embed + rank.last * head(rank, sizes, targets, block, embed)
+    for layer in range(sizes.L if sizes.E else 0):
+        A += experts.kept(sizes, share.hidden, sum(rank.routed(0, layer)[1]), layout.ep > 1)
+        A -= sizes.N * (sizes.D + 2 * share.hidden) * sizes.w
     if layout.recompute == "attention":
         A -= sizes.L * core(sizes, share)
     if layout.recompute not in ("blocks", "sqrt"):
@@ -235,14 +284,19 @@ def core(sizes, share):
     return (sizes.B * share.heads * weights - copies) * sizes.w
 
 
-def flops(rank, sizes):
+def flops(rank, i):
     """FLOPs of the products of one micro-batch, forward, backward and what is computed again.
 
     Two per multiply and add; backward makes two products for each one of forward."""
+    sizes, E = rank.batches[i], rank.sizes.E
     N, D, share = sizes.N, sizes.D, tp_share(sizes, rank.tp)
+    rows = [sum(rank.routed(i, layer)[1]) for layer in range(sizes.L)] if E else [N] * sizes.L
+    mlps = sum(2 * n * D * share.hidden for n in rows)
+    mlps += sizes.L * N * D * (E + 2 * share.hidden * sizes.shared)
     width = share.heads * sizes.e
     attention = 2 * N * rank.sizes.T * width
-    block = N * D * (2 * width + 2 * key_rows(sizes, rank.tp) + 2 * share.hidden) + attention
+    block = N * D * (2 * width + 2 * key_rows(sizes, rank.tp)) + attention
     scores = rank.last * N * D * chunks(sizes.V, rank.tp.p)[rank.tp.rank]
-    again = {None: 0, "attention": attention}.get(rank.layout.recompute, block)
-    return 2 * (sizes.L * (3 * block + again) + 3 * scores)
+    again = {None: 0, "attention": sizes.L * attention}.get(rank.layout.recompute,
+                                                           sizes.L * block + mlps)
+    return 2 * (3 * (sizes.L * block + mlps + scores) + again)

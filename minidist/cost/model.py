@@ -29,6 +29,7 @@ class Sizes:
     k: int = 1                  # experts that a token goes through
     shared: bool = False        # and one more that all go through?
     biased: bool = False        # does a bias even out the choice?
+    aux: bool = False           # or a loss?
     tile: int = 64              # attention takes so many queries at a time; 0: it keeps no weights
 
     def __post_init__(self):

@@ -6,6 +6,7 @@ sizes are those of the whole model and of the batch that the group works on.
 
 Lesson: mpirun -n 4 python -m lessons.tp
 """
+from minidist.cost import experts
 from minidist.cost.messages import NOTHING, Group, Price, all_to_all, chunks
 from minidist.cost.model import Share, block_activations
 
@@ -19,11 +20,11 @@ def ddp(buckets, group, w):
     return sum((group.all_reduce(n, w) for n in buckets), NOTHING)
 
 
-def dp(parameters, group, w):
+def dp(parameters, group, w, frozen=0):
     """Price of the plain form: one all_reduce per parameter, and one for all their flags.
 
-    parameters: numbers in each."""
-    return group.all_reduce(len(parameters), 4) + ddp(parameters, group, w)
+    parameters: numbers in each; frozen: how many more have a flag only."""
+    return group.all_reduce(len(parameters) + frozen, 4) + ddp(parameters, group, w)
 
 
 def buckets(parameters, w, first, cap):
@@ -47,10 +48,11 @@ def dealt(parameters, w, first, cap):
 WHOLE = Group(1)                              # the only stage of a model that is no pipeline
 
 
-def tp_shapes(sizes, group, stage=WHOLE):
+def tp_shapes(sizes, group, stage=WHOLE, mine=None):
     """List the numbers in each parameter that one rank holds, in the order of the forward pass.
 
-    stage: which of the stages of a pipeline.
+    stage: which of the stages of a pipeline.  mine: how many of the experts, if not all; a router's
+    bias, which is not trained, is left out.
     -> [(numbers, is it cut?)]: matrices are; norms, row biases and positions are whole."""
     D, share = sizes.D, tp_share(sizes, group)
     words = chunks(sizes.V, group.p)[group.rank] * D
@@ -58,6 +60,9 @@ def tp_shapes(sizes, group, stage=WHOLE):
     norm = [(D, False), (D, False)]
     attention = [(qkv * D, True), (qkv, True), (D * width, True), (D, False)]
     mlp = [(share.hidden * D, True), (share.hidden, True), (D * share.hidden, True), (D, False)]
+    if sizes.E:
+        own = experts.shapes(sizes, group, sizes.E if mine is None else mine)
+        mlp = [(sizes.E * D, False), *((n, True) for n in own if n), *mlp * sizes.shared]
     first, last = ends(stage)
     embed = [(words, True), (sizes.T * D, False)] * first
     head = (norm if sizes.tied and first else [*norm, (words, True)]) * last
