@@ -114,7 +114,7 @@ def test_a_step_with_experts(case):
     layout, given = cost.Layout(**axes, chosen=chosen), {**dict(E=4, k=2), **given}
     sizes = cost.Sizes.of(tiny(**config).config, B=6, w=8, tile=attention.TILE, **given)
     for at, sent, held, targets, routed in routed_steps(layout, config, given):
-        step = cost.step(sizes, layout, targets, lambda i, layer: routed[i][layer], **at)
+        step = cost.step(sizes, layout, targets, routed, **at)
         assert {axes: price[1:] for axes, price in step.sent.items() if price.messages} == sent, at
         assert step.held == held, at
         even = cost.step(sizes, layout, targets, **at)
@@ -124,7 +124,8 @@ def test_a_step_with_experts(case):
 def routed_steps(layout, config, given):
     """Take a step on thread ranks, and note the rows that go to the ranks of ep and come back."""
     routing = moe.MoEConfig(given["E"], given["k"], aux=0.1 * given.get("aux", False),
-                            bias=0.1 * given.get("biased", False), shared=given.get("shared", False))
+                            bias=0.1 * given.get("biased", False),
+                            shared=given.get("shared", False))
 
     def rank(world):
         mesh = DeviceMesh(world, dp=layout.dp, cp=layout.cp, tp=layout.tp, ep=layout.ep)
@@ -141,10 +142,10 @@ def routed_steps(layout, config, given):
             train_step(model, batch, opt, mesh, layout.microbatches)
         held = ledger.held(model, opt)._replace(activations=kept)
         there = [ep.sums(counts, cost.chunks(given["E"], layout.ep)) for counts in notes]
-        back = all_gather(np.array(there)[None], mesh["ep"])[:, :, mesh.coords["ep"]]
-        rows, L = list(zip(there, back.T.tolist())), len(model.blocks)
+        back = all_gather(np.array(there)[None], mesh["ep"])[:, :, mesh.coords["ep"]].T
+        rows, L = list(zip(there, back.tolist())), len(model.blocks)
         at = {axis: mesh.coords[axis] for axis in ("dp", "cp", "tp")}
-        return at, by_axes(count), held, first.count, [rows[i:i + L] for i in range(0, len(rows), L)]
+        return at, by_axes(count), held, first.count, lambda i, layer: rows[i * L + layer]
     return run_threads(layout.dp * layout.cp * layout.tp, rank)
 
 
