@@ -211,8 +211,8 @@ def step(sizes, layout, targets=None, routed=None, **at):
     micro-batch have one; None: all.  routed(micro-batch, layer) -> rows to and from each rank of
     ep; None: dealt evenly.  A strategy adds its messages by a function in SENDS."""
     if sizes.E and (layout.recompute or layout.offload or layout.zero == 3 or layout.pp > 1):
-        raise ValueError("not predicted: experts beside a pipeline, recomputation, offload or ZeRO's "
-                         "stage 3")
+        raise ValueError("not predicted: experts beside a pipeline, recomputation, offload, or "
+                         "stage 3 of ZeRO")
     rank, sent = Rank(sizes, layout, at, routed), {}
     for sends in SENDS:
         for axes, price in sends(rank):
