@@ -9,15 +9,17 @@ from minidist import (BadInput, cost, cp, dp, ep, moe, parallel, pp, recompute, 
                       verify, zero)
 from minidist.collectives import all_gather
 from minidist.dp import DistributedDataParallel
+from minidist.engine.data import random_batch
 from minidist.engine.gpt import GPT, GPTConfig
 from minidist.engine.nn import Module
 from minidist.engine.optim import SGD
 from minidist.engine.tape import scale_losses
-from minidist.engine.tensor import Tensor
+from minidist.engine.tensor import Tensor, no_grad
 from minidist.mesh import DeviceMesh
 from minidist.placement import finalize
 from minidist.ranks import launch
 from minidist.ranks.comm import run_threads
+from minidist.step import train_step
 from tests.mpi import execute, need_mpi
 
 
@@ -205,12 +207,29 @@ def test_the_bias_is_the_same_on_all_ranks():
             recompute.checkpoint(model, Tensor(drawn(world.rank + 9 * i), requires_grad=True)
                                  ).backward(np.ones((1, 7, 6)))
             seen = seen + all_gather(model.layer.counts[None], world).sum(0)
+        with no_grad():
+            model(Tensor(drawn(world.rank)))
+        assert model.layer.seen.sum() == 2 * 7 * 2
         model.layer.rebalance()
         assert seen.sum() == 4 * 7 * 2 and len(set(seen)) > 1
         np.testing.assert_allclose(model.layer.bias.data - before,
                                    0.01 * np.sign(seen.mean() - seen))
         assert not model.layer.seen.any()
     run_threads(4, fn)
+
+
+def test_a_step_moves_the_bias():
+    def fn(world):
+        mesh, config = DeviceMesh(world, dp=2, ep=2), GPTConfig(7, 8, 8, 2, 1)
+        model = spread(prepare(GPT(config, dtype=float), bias=0.01), mesh)
+        bias = moe.mixtures(model)[0].bias
+        before, batch = bias.data.copy(), random_batch(7, 8, 3, 0, 0)
+        train_step(model, batch, sgd(model.parameters()), mesh)
+        moved = bias.data - before
+        assert np.abs(moved).max() > 0 and bias.grad is None
+        np.testing.assert_allclose(np.abs(moved), 0.01 * (moved != 0))
+        assert np.ptp(all_gather(bias.data[None], world), 0).max() == 0
+    run_threads(2, fn)
 
 
 @pytest.mark.parametrize("p, ep_size", [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
