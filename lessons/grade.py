@@ -48,8 +48,8 @@ def parser():
     p.add_argument("--json", metavar="OUT", help="write the records as data")
     p.add_argument("--seed", type=flags.integer(0), default=random.randrange(10 ** 6),
                    help="what the proofs' random values come from (default: drawn, and shown)")
-    p.add_argument("--seconds", type=flags.integer(1), default=60, help="of computing, for each "
-                   "process of a function; ten times as many in all (default 60)")
+    p.add_argument("--seconds", type=flags.integer(1), default=300, help="of computing, for each "
+                   "process of a function; ten times as many in all (default 300)")
     p.add_argument("--megabytes", type=flags.integer(256), default=4096,
                    help="for each process (default 4096)")
     return p

@@ -33,7 +33,7 @@ def main(names):
             path = Path(folder, f"{name}.py")
             path.write_text(solution(name))
             papers.append(grade.Paper(str(path)))
-        grade.grade(papers, SimpleNamespace(json=None, seed=7, seconds=60, megabytes=4096))
+        grade.grade(papers, SimpleNamespace(json=None, seed=7, seconds=300, megabytes=4096))
     return 0 if all(record["ok"] for paper in papers for record in paper.records) else 1
 
 
