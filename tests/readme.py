@@ -71,25 +71,33 @@ def masked(text):
     return re.sub(r" +", " ", MACHINE.sub("_", text))
 
 
+LAYOUTS = [
+    (2, "--dp 2"), (3, "--dp 3 --zero 3"), (2, "--tp 2 --sp"), (2, "--cp 2"), (4, "--pp 4"),
+    (4, "--dp 2 --tp 2 --zero 3 --recompute blocks"), (8, "--dp 2 --pp 2 --tp 2 --zero 1")]
+
+
 def draw(steps=300):
-    """Draw the README's picture: the same training in one process, on 2 ranks and on 4."""
+    """Draw the README's picture: the same training in one process, and spread in many ways.
+
+    Each layout's curve is a dash of its colour in turn, so that all of them can be seen."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
     train = (f"python -m minidist.train --preset lesson --dtype float64 --lr 0.004 "
              f"--steps {steps} --sample 0")
-    runs = [("one process", train, dict(lw=6, color="0.8")),
-            ("2 ranks: --dp 2", f"mpirun -n 2 {train} --dp 2", dict(lw=2, color="C0")),
-            ("4 ranks: --dp 2 --tp 2 --sp", f"mpirun -n 4 {train} --dp 2 --tp 2 --sp",
-             dict(lw=1.2, color="C3", ls=(0, (2, 2))))]
-    figure, axes = pyplot.subplots(figsize=(8, 3.2), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
     with tempfile.TemporaryDirectory() as folder:
-        for label, command, style in runs:
+        def losses(command):
             run(f"{command} --no-figure --json {folder}/run.json")
-            losses = json.loads(Path(folder, "run.json").read_text())["losses"]
-            axes.plot(range(1, len(losses) + 1), losses, label=label, **style)
+            return json.loads(Path(folder, "run.json").read_text())["losses"]
+        axes.plot(range(1, steps + 1), losses(train), lw=8, color="0.85", label="one process")
+        for i, (ranks, flags) in enumerate(LAYOUTS):
+            axes.plot(range(1, steps + 1), losses(f"mpirun -n {ranks} {train} {flags}"), lw=2.4,
+                      color=f"C{i}", ls=(3 * i, (3, 3 * len(LAYOUTS) - 3)),
+                      label=f"{ranks} ranks: {flags}")
     axes.set(xlabel="optimizer step", ylabel="loss (nats per character)", xlim=(0, steps))
-    axes.legend(frameon=False)
+    for line in axes.legend(frameon=False, fontsize=9).get_lines():
+        line.set_linestyle("-")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(PICTURE, dpi=110)
 
