@@ -11,13 +11,12 @@ from functools import partial
 import numpy as np
 
 from lessons import clock, kit, pictures, questions, setting
-from minidist import cost, dp, mesh, placement, step, tp, verify
+from minidist import cost, dp, mesh, placement, pp, step, tp, verify
 from minidist.collectives import all_reduce
 from minidist.ranks.comm import run_threads
 
 EXERCISE = [mesh.coordinates, mesh.groups]
-CUBE = dict(pp=2, dp=2, tp=2)                         # 8 ranks
-SQUARE = dict(dp=2, tp=2)                             # 4 ranks, on 2 nodes of 2
+CUBE, SQUARE = dict(pp=2, dp=2, tp=2), dict(dp=2, tp=2)     # 8 thread ranks; 4, on 2 nodes of 2
 ROWS = 48
 NVLINK, NETWORK = 450e9, 50e9                         # bytes per second, each way: an H100's
 SLOWER = 5000                                         # than these, in software
@@ -43,27 +42,27 @@ def how_much_each_talks(lesson):
     t, s, d = LAYOUT.values()
     replica = replace(cost.GPT3, B=cost.GPT3.B // d)
     ways = cost.tp(replace(replica, L=replica.L // s), cost.Group(t))
-    gradients = cost.gpt_parameters(cost.GPT3) // (t * s)
+    G = cost.gpt_parameters(cost.GPT3) // (t * s)
     found = {"tp": ("4 times per layer, and nothing to hide behind", sum(w.bytes for w in ways)),
              "pp": ("at two borders: activations, gradients", 2 * replica.N * replica.D * 2),
-             "dp": ("gradients, once, behind backward",
-                    cost.Group(d).all_reduce(gradients, 2).bytes)}
+             "dp": ("gradients, once, behind backward", cost.Group(d).all_reduce(G, 2).bytes)}
     lesson.predict("GPT-3 on 1024 GPUs: how many times as many bytes on tp as on dp?",
                    round(found["tp"][1] / found["dp"][1]), "times",
                    why="activations 4 times per layer, gradients once per step")
-    lesson.say(f"B = {cost.GPT3.B} rows a step; T = 2048, D = 12288, 96 layers; per GPU and step:")
+    lesson.say(f"B = {cost.GPT3.B} rows; T = 2048, D = 12288, 96 layers; per GPU and step:")
     lesson.table(["axis", "when", "sent", "NVLink, 450 GB/s", "network, 50 GB/s"],
                  [(f"{axis}={LAYOUT[axis]}", when, kit.size(n), kit.duration(n / NVLINK),
                    kit.duration(n / NETWORK)) for axis, (when, n) in found.items()])
     lesson.say(f"""
-        The same on four ranks, dp=2 x tp=2, the small GPT, {ROWS} rows; rank 0 sends (it holds P
-        parameters; F flags of 4 bytes say which have a gradient):""")
-    counted = dict(on_four(lesson, sent))
+        The small GPT on eight ranks, pp=2 x dp=2 x tp=2: {ROWS} rows, m micro-batches. Rank 0 has
+        l layers and the words, P parameters in F arrays, W of them the tied words:""")
+    counted = dict(lesson.share(lambda: run_threads(8, sent, CUBE))[0])
     s = cost.Sizes.of(setting.model().config, B=ROWS // 2, w=8)
-    P = cost.tp_parameters(s, cost.Group(2))
-    lesson.ledger(("tp: activations", "2(p-1)/p 8 N (D (4 L + 2) + 3)", None, counted["tp"]),
-                  ("dp: gradients", "2(p-1)/p 8 P + 2(p-1)/p 4 F", None, counted["dp"]),
-                  **setting.letters(s, "NDL", p=2, P=P, F=52))
+    held = [numbers for numbers, _ in cost.tp_shapes(s, cost.Group(2), stage=cost.Group(2))]
+    lesson.ledger(("tp: activations", "2(p-1)/p 8 N D (4 l + 1)", None, counted["tp"]),
+                  ("pp: border; words", "8 N D + 32 m + 2(p-1)/p (8 W + 4)", None, counted["pp"]),
+                  ("dp: gradients", "2(p-1)/p (8 P + 4 F)", None, counted["dp"]),
+                  **setting.letters(s, "ND", p=2, m=2, l=2, P=sum(held), F=len(held), W=held[0]))
 
 
 def who_gets_the_fast_wire(lesson):
@@ -96,8 +95,8 @@ def who_gets_the_fast_wire(lesson):
 def prove(lesson):
     """Is it right?
 
-    Sums of world ranks in every group, against tables made by hand; training on a square of four,
-    against one process; and bytes that leave a node."""
+    Sums of world ranks in every group, against tables made by hand; bytes that leave a node;
+    training on the cube, three strategies at once, against one process."""
     questions.grid(lesson)
     eight = np.array([found for _, found, _ in lesson.share(
         lambda: run_threads(8, partial(sums, sizes=CUBE)))])       # in tp, dp, pp
@@ -112,7 +111,7 @@ def prove(lesson):
     P = cost.tp_parameters(cost.Sizes.of(setting.model().config), cost.Group(2))
     lesson.ledger(("bytes out of a node: dp's gradients", "8 P + 4 F", None,
                    crossing(on_four(lesson, sent))), P=P, F=52)
-    lesson.verdict(on_four(lesson, trained))
+    lesson.verdict(lesson.share(lambda: run_threads(8, trained))[0])
 
 
 @kit.breaks(dp, "share_rows")
@@ -153,24 +152,25 @@ def sums(comm, sizes):
 
 
 def spread(model, grid):
-    """tp inside, dp around it: two functions, one after the other."""
-    return dp.parallelize(tp.parallelize(model, grid["tp"]), grid["dp"])
+    """tp inside, pp of what is left, dp around it: functions, one after the other."""
+    tp.parallelize(model, grid["tp"])
+    return dp.parallelize(pp.split(model, grid["pp"]) if grid["pp"].size > 1 else model, grid["dp"])
 
 
 def pass_through(model, grid):
     """Forward, backward, and the sums that finish the gradients."""
-    batch = setting.words(ROWS)
-    step.accumulate(model, [model.localize(batch)])
+    batch, passes = setting.words(ROWS), getattr(model, "passes", step.accumulate)
+    passes(model, model.localize(batch).split(grid.sizes["pp"]))
     placement.finalize(model.parameters(), grid, batch.count)
 
 
-def sent(comm, order=mesh.ORDER):
-    """One step on the square.  -> [(axis, bytes that I send in it)]"""
-    grid = mesh.DeviceMesh(comm, **SQUARE, order=order)
+def sent(comm, sizes=SQUARE, order=mesh.ORDER):
+    """One step on a mesh.  -> [(axis, bytes that I send in it)]"""
+    grid = mesh.DeviceMesh(comm, **sizes, order=order)
     model = spread(setting.model(), grid)
     with comm.counting() as counted:
         pass_through(model, grid)
-    return [(axis, counted.by_group[axis].bytes) for axis in ("tp", "dp")]
+    return [(axis, counted.by_group[axis].bytes) for axis in sizes]
 
 
 def crossing(sent_by_axis):
@@ -180,10 +180,10 @@ def crossing(sent_by_axis):
 
 
 def trained(comm):
-    """Train on the square and in one process.  -> the verdict's fields"""
-    grid = mesh.DeviceMesh(comm, **SQUARE)
-    return setting.fields(verify.train(setting.model, setting.SGD, spread, grid,
-                                       [setting.words(6, t) for t in range(2)]))
+    """Train on the cube and in one process.  -> the verdict's fields"""
+    batches = [setting.words(6, t) for t in range(2)]
+    return setting.fields(verify.train(setting.model, setting.SGD, spread, mesh.DeviceMesh(
+        comm, **CUBE), batches, num_microbatches=2))
 
 
 def timed(comm, order):
@@ -210,7 +210,7 @@ def on_four(lesson, work, everyone=False):
     return results if everyone else results[0]
 
 
-TAKEAWAY = "A mesh saves no byte: it decides which wire the bytes take. Innermost what talks most."
+TAKEAWAY = "A mesh saves no byte: it decides which wire bytes take. Innermost what talks most."
 FIELD = ("torch init_device_mesh (outermost axis first); Megatron-LM order tp-cp-ep-dp-pp (fastest "
          "first: the same mesh); Llama 3 puts dp outermost, outside pp")
 TRY = ["16 GPUs, 4 on a node: which axes cross in pp=2 x dp=2 x tp=4, and which in tp=8 x dp=2?"]

@@ -466,7 +466,7 @@ def all_reduce(x, comm, op=np.add):
     x[...] = total
 """, tmp_path)
     assert not result["ok"] and "messages of a rank" in result["output"]
-    assert all(check["ok"] for check in result["checks"])
+    assert all(check["ok"] or "messages sent" in check["message"] for check in result["checks"])
 
 
 def test_a_hang_becomes_a_report(tmp_path):

@@ -23,4 +23,4 @@ from minidist.cost.shards import (                                              
     Moved, offload, zero, zero_held, zero_memory, zero_parts)
 from minidist.cost.strategies import (                                           # noqa: F401
     between_cuts, cp, ddp, dp, pp, sp, tp, tp_activations, tp_block_activations, tp_keys,
-    tp_parameters, ulysses)
+    tp_parameters, tp_shapes, ulysses)
