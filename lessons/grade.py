@@ -9,16 +9,16 @@ checked for the usual cheats; that is no sandbox against an attacker. Status 0: 
 grade; 2: nothing to grade. The JSON file is there from the beginning, as "did not finish".
 """
 import ast
+import functools
 import importlib
 import io
 import os
 import random
 import re
 import signal
-import sys
 from pathlib import Path
 
-from lessons import exercises, fence, judge, kit, script
+from lessons import exercises, fence, judge, kit, script, session
 from lessons.substitute import Outcome
 from minidist import BadInput, files, flags
 from minidist.ranks import environment, launch
@@ -36,7 +36,6 @@ def main():
     names = [paper.script.name for paper in papers]
     if twice := {name for name in names if names.count(name) > 1}:
         raise BadInput(f"two files are for lessons.{min(twice)}: grade them one after the other")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     return grade(papers, options)
 
 
@@ -94,18 +93,24 @@ def lesson_of(path, source):
 def grade(papers, options):
     """Fill in and print the records; the JSON file is true at every moment.  -> exit status"""
     records = [record for paper in papers for record in paper.records]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, functools.partial(interrupted, records, options))
     save(records, options, "did not finish")
-    try:
-        for paper in papers:
-            for function, record in zip(paper.script.exercise, paper.records):
-                record.update(one(paper, function, options))
-                show(record)
-                save(records, options, "did not finish")
-    except (KeyboardInterrupt, SystemExit):
-        save(records, options, "interrupted")
-        raise
+    for paper in papers:
+        for function, record in zip(paper.script.exercise, paper.records):
+            record.update(one(paper, function, options))
+            show(record)
+            save(records, options, "did not finish")
     close(records, options)
     return 0 if save(records, options, "finished") else 1
+
+
+def interrupted(records, options, number, frame):
+    """End at once, here: an exception that a signal raises may get lost in a callback."""
+    save(records, options, "interrupted")
+    for running in list(session.OPEN):
+        running.abandon()
+    os._exit(128 + number)
 
 
 def save(records, options, state):

@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 import types
 import weakref
 
@@ -192,6 +193,13 @@ class Home(mirrors.Mirrors):
         return found
 
 
+def end_with(grader):
+    """End this process when its grader has gone, even while the reader's function computes."""
+    while os.getppid() == grader:
+        time.sleep(0.2)
+    os._exit(0)
+
+
 class Left(BaseException):
     """The proof has left what the reader's function asked for, and goes on elsewhere."""
 
@@ -272,6 +280,7 @@ class Names(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 if __name__ == "__main__":
     home = Home(int(sys.argv[1]))
+    threading.Thread(target=end_with, args=[int(sys.argv[4])], daemon=True).start()
     fence.limit(*map(int, sys.argv[2:4]))
     sys.meta_path.insert(0, Names())
     for name in ("rename", "replace", "remove", "unlink", "mkdir", "rmdir", "listdir"):

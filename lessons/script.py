@@ -1,5 +1,6 @@
 """A lesson's script as the kit sees it: its header, its screens, its bugs, its flags; the order."""
 import ast
+import functools
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -55,13 +56,12 @@ def split_header(doc):
     return title, question.strip(), lines
 
 
+@functools.cache
 def existing():
     """The lessons that exist, in reading order.  -> [(name, title, question)]"""
-    for name in ORDER:
-        spec = find_spec(f"lessons.{name}")
-        if spec:
-            doc = ast.get_docstring(ast.parse(Path(spec.origin).read_text()))
-            yield (name, *split_header(doc)[:2])
+    found = [(name, find_spec(f"lessons.{name}")) for name in ORDER]
+    return [(name, *split_header(ast.get_docstring(ast.parse(Path(spec.origin).read_text())))[:2])
+            for name, spec in found if spec]
 
 
 def neighbours(name):

@@ -28,8 +28,7 @@ from minidist.ranks.threads import Stopped
 PUPIL = Path(__file__).with_name("pupil.py")
 DEEPEST = 50                                         # calls of the exercise inside one another
 WALL = 10                                            # seconds in all, for each of computing
-
-
+OPEN = set()                                         # the sessions whose process may run
 
 class Failed(Exception):
     """The reader's function did not do its work: what the record says."""
@@ -60,10 +59,11 @@ class Session(mirrors.Mirrors, Asked):
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-B", str(PUPIL), str(theirs.fileno()),
-                 str(task.seconds), str(task.megabytes)],
+                 str(task.seconds), str(task.megabytes), str(os.getpid())],
                 cwd=self.folder, pass_fds=[theirs.fileno()], start_new_session=True,
                 env=dict.fromkeys(THREAD_VARIABLES, "1"), stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        OPEN.add(self)
         self.deadline, self.line, self.dead = time.monotonic() + WALL * task.seconds, "", ""
 
     def load(self):
@@ -186,16 +186,21 @@ class Session(mirrors.Mirrors, Asked):
     def end(self, error=None):
         """Stop the process and what it started.  -> error"""
         self.dead = self.dead or str(error or "the trial has ended")
+        OPEN.discard(self)
+        self.abandon()
+        self.process.wait()
+        self.pipe.close()
+        with self.turn:
+            self.turn.notify_all()
+        return error
+
+    def abandon(self):
+        """Kill the process and what it started, and clear its folder; it waits for no lock."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass
-        self.process.wait()
-        self.pipe.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-        with self.turn:
-            self.turn.notify_all()
-        return error
 
     # ---- what the process asks for
 

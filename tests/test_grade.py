@@ -406,18 +406,38 @@ def test_the_command_grades_and_writes_records(tmp_path):
     assert "attention_work is not defined" in data["records"][1]["message"]
 
 
-def test_a_grade_that_is_interrupted_says_so(tmp_path):
+def until(done):
+    while not done():
+        time.sleep(0.05)
+
+
+def processes():
+    """All that run, the ended ones apart.  -> [(number, its parent's number)]"""
+    lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], text=True, check=True,
+                           stdout=subprocess.PIPE).stdout.splitlines()
+    return [(int(own), int(parent)) for own, parent, state in map(str.split, lines)
+            if not state.startswith("Z")]
+
+
+@pytest.mark.parametrize("number, state", [
+    (signal.SIGINT, "interrupted"), (signal.SIGTERM, "interrupted"),
+    (signal.SIGKILL, "did not finish")])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_grade_that_is_interrupted_says_so(number, state, later, tmp_path):
+    """At once, or when the reader's process runs: that ends too, though it computes for ever."""
     mine, out = tmp_path / "walls.py", tmp_path / "grade.json"
     mine.write_text(WALLS + "\nwhile True: pass\n")
     with subprocess.Popen([sys.executable, "-m", "lessons.grade", str(mine), "--json", str(out)],
                           stdout=subprocess.DEVNULL) as running:
-        while not out.exists():
-            time.sleep(0.05)
+        until(out.exists)
+        until(lambda: not later or running.pid in dict(processes()).values())
         assert json.loads(out.read_text())["state"] == "did not finish"
-        running.send_signal(signal.SIGTERM)
+        started = [own for own, parent in processes() if parent == running.pid]
+        running.send_signal(number)
         running.wait()
     data = json.loads(out.read_text())
-    assert running.returncode and data["state"] == "interrupted" and data["points"] == 0
+    assert running.returncode and data["state"] == state and data["points"] == 0
+    until(lambda: not {own for own, _ in processes()} & {*started})
 
 
 def test_what_cannot_be_graded_is_one_sentence(tmp_path):
