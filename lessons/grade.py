@@ -75,13 +75,13 @@ class Paper:
 def split(given):
     """Take ring=mine.py apart.  -> lesson or "", path"""
     name, equals, path = given.partition("=")
-    known = [name for name, _, _ in script.existing()]
+    known = script.names()
     return (name, path) if equals and name in known else ("", given)
 
 
 def lesson_of(path, source):
     """The lesson that a file names, as a stub does.  Raises BadInput"""
-    known = [name for name, _, _ in script.existing()]
+    known = script.names()
     found = [name for name in re.findall(r"lessons\.(\w+)", source) if name in known]
     if not found:
         raise BadInput(f"{path} names no lesson as a stub does: give it one, such as ring={path}")

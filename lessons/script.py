@@ -1,6 +1,5 @@
 """A lesson's script as the kit sees it: its header, its screens, its bugs, its flags; the order."""
 import ast
-import functools
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -56,22 +55,26 @@ def split_header(doc):
     return title, question.strip(), lines
 
 
-@functools.cache
+def names():
+    """The names of the lessons that exist, in reading order."""
+    return [name for name in ORDER if find_spec(f"lessons.{name}")]
+
+
 def existing():
     """The lessons that exist, in reading order.  -> [(name, title, question)]"""
-    found = [(name, find_spec(f"lessons.{name}")) for name in ORDER]
-    return [(name, *split_header(ast.get_docstring(ast.parse(Path(spec.origin).read_text())))[:2])
-            for name, spec in found if spec]
+    for name in names():
+        doc = ast.get_docstring(ast.parse(Path(find_spec(f"lessons.{name}").origin).read_text()))
+        yield (name, *split_header(doc)[:2])
 
 
 def neighbours(name):
     """The header's last line: which lesson comes before this one, which next."""
-    names = [other for other, _, _ in existing()]
-    if name not in names:
+    order = names()
+    if name not in order:
         return []
-    at = names.index(name)
-    before = f"lessons.{names[at - 1]}" if at else "python -m minidist.doctor"
-    after = f"lessons.{names[at + 1]}" if at + 1 < len(names) else "your own experiment"
+    at = order.index(name)
+    before = f"lessons.{order[at - 1]}" if at else "python -m minidist.doctor"
+    after = f"lessons.{order[at + 1]}" if at + 1 < len(order) else "your own experiment"
     return [f"  before  {before:30}  next  {after}"]
 
 

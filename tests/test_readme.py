@@ -27,7 +27,7 @@ def test_first_command_is_the_one_whose_output_is_shown():
 def test_second_command_runs_these_tests():
     install, job = first(1).rsplit(" && ", 1)
     assert install == 'python3 -m venv .venv && .venv/bin/pip install -q ".[mpich,test]"'
-    assert job == ".venv/bin/python -m pytest"
+    assert job == ".venv/bin/python -m pytest -n 2 --dist worksteal"
 
 
 def first(i):

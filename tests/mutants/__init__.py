@@ -11,11 +11,11 @@ import io
 import textwrap
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import zip_longest
 
 import numpy as np
 
 from lessons import kit, script, substitute
-from lessons.script import existing
 from minidist.ranks.comm import run_threads
 
 SIZES = 2, 3, 4, 1                     # on one rank many mutants are right, on two many more
@@ -30,30 +30,41 @@ def table(lesson, kind="MUTANTS"):
 
 def lessons():
     """The lessons that have a table, in reading order."""
-    return [name for name, _, _ in existing() if table(name)]
+    return [name for name in script.names() if table(name)]
+
+
+def right(lesson):
+    """Other right solutions, one of each function in a row.  -> [[(function, old, new)]]"""
+    by_function = {}
+    for change in table(lesson, "RIGHT"):
+        by_function.setdefault(change[0], []).append(change)
+    return [[each for each in row if each] for row in zip_longest(*by_function.values())]
 
 
 def read(lesson):
     return script.read(import_module(f"lessons.{lesson}").SCREENS)
 
 
-def caught(lesson, name, old, new):
-    """Let a changed function take the library's place.  -> what the lesson's proof says of it
+def caught(lesson, *changes):
+    """Let changed functions take the library's place.  -> what the lesson's proof says of it
 
-    The proof runs as --mine runs it, but ends at the first thing that is wrong: "" if nothing is"""
+    changes: (function, old, new). The proof runs as --mine runs it, but ends at the first thing
+    that is wrong: "" if nothing is"""
     plan = read(lesson)
-    function = next(f for f in plan.exercise if f.__name__ == name)
-    module = inspect.getmodule(function)
-    with substitute.patched((module, name, changed(function, module, old, new))):
+    exercise = {f.__name__: f for f in plan.exercise}
+    replaced = [(inspect.getmodule(exercise[name]), name, changed(exercise[name], old, new))
+                for name, old, new in changes]
+    with substitute.patched(*replaced):
         for ranks in [1] if plan.alone else SIZES:
             if found := proof(plan, ranks).failed:
                 return f"{ranks} ranks: {found[0]}"
     return ""
 
 
-def changed(function, module, old, new):
+def changed(function, old, new):
     """Make a function of its source with another text in one's place; np is there, as in a stub."""
-    source, made = textwrap.dedent(inspect.getsource(function)), {**vars(module), "np": np}
+    made = {**vars(inspect.getmodule(function)), "np": np}
+    source = textwrap.dedent(inspect.getsource(function))
     assert old in source, f"{function.__name__} does not say {old!r} any more"
     exec(compile(source.replace(old, new), "a mutant", "exec"), made)
     return made[function.__name__]

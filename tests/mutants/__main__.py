@@ -13,7 +13,7 @@ def main(names):
     for name in names or mutants.lessons():
         start, found = time.perf_counter(), {}
         for mutant in mutants.table(name):
-            found[mutant] = mutants.caught(name, *mutant)
+            found[mutant] = mutants.caught(name, mutant)
             if names:
                 show(mutant, found[mutant])
         missed += [(name, *mutant) for mutant, why in found.items() if not why]
