@@ -255,7 +255,10 @@ class Run:
         group = self.pipeline.groups[kind, chunk]
         with group.label(LABELS[kind]):
             self.going.append(group.isend(pack(i, y), there))
-        self.going = [request for request in self.going if not request.ready()]
+        arrived = [request for request in self.going if request.ready()]
+        for request in arrived:
+            request.wait()
+            self.going.remove(request)
 
 
 def act(run, kind, i, chunk, x):

@@ -98,3 +98,12 @@ def draw(figure, history):
     axes.plot(history.val_steps, history.val_losses, "o-", label="validation")
     axes.set(xlabel="optimizer step", ylabel="loss per character (nats)")
     axes.legend()
+
+
+def report(o, history, verdict=None, text=None, fingerprint=None):
+    """Collect what was printed, as data."""
+    return {"losses": history.losses, "val_losses": history.val_losses, "skipped": history.skipped,
+            "val_steps": history.val_steps, "tokens_per_s": history.tokens_per_s,
+            "verdict": verdict and verdict.line(), "sample": text,
+            "parameters_sha256": fingerprint, "trouble": history.trouble,
+            "flags": {k: v for k, v in o._asdict().items() if k not in ("out", "json", "found")}}

@@ -15,7 +15,9 @@ Lesson: python -m lessons.step
 """
 import time
 from collections import namedtuple
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +30,11 @@ from minidist.engine.nn import digest
 from minidist.engine.tensor import no_grad
 from minidist.mesh import DeviceMesh
 from minidist.placement import everything
-from minidist.progress import History, Progress, audit, draw
+from minidist.progress import History, Progress, audit, draw, report
 from minidist.ranks import launch
+from minidist.recorder import Recorder
 from minidist.step import summed, train_step
+from minidist.trace import chrome
 
 VALIDATIONS = 10                        # how often, spread evenly over the run
 VALIDATION_BATCHES = 10                 # the same ones each time
@@ -45,8 +49,8 @@ def parser():
     flags.add_training(p)
     spread = parallel.add_flags(p)
     spread.add_argument("--verify", nargs="?", const=VERIFIED, type=flags.integer(1), metavar="N",
-                        help="train the same in one process beside it and compare after each of "
-                             f"the first N steps, each from the same start (default {VERIFIED})")
+                        help="train the same in one process beside it, and compare after each "
+                             f"of N steps, each from the same start (default {VERIFIED})")
     spread.add_argument("--audit", action="store_true",
                         help="list how every parameter lies on the ranks")
     resume.add_flags(p)
@@ -57,6 +61,8 @@ def parser():
                         help="for loss.png and checkpoints (default out)")
     output.add_argument("--no-figure", action="store_true", help="draw nothing")
     output.add_argument("--json", metavar="FILE", help="write what was printed, as data")
+    output.add_argument("--trace", metavar="FILE", help="write the ranks' last step, and a "
+                        "pipeline's plan, for ui.perfetto.dev")
     return p
 
 
@@ -95,6 +101,7 @@ class Run:
     optimizer: object
     twin: verify.Twin | None                                # the same training in one process
     history: History
+    recorder: Recorder | None                               # of what --trace writes
 
 
 def build(o):
@@ -106,7 +113,9 @@ def build(o):
     config = models.configure(o, corpus.vocab)
     rows = -(-o.batch // (mesh.sizes["dp"] * o.grad_accum))
     ledger.refuse_too_large(sizes(o, config, B=rows, w=np.dtype(o.dtype).itemsize), o.batch)
-    run = Run(corpus, config, mesh, *assemble(o, config, mesh), History())
+    model, optimizer, twin = assemble(o, config, mesh)
+    run = Run(corpus, config, mesh, model, optimizer, twin, History(),
+              Recorder(model, mesh) if o.trace else None)
     if o.found:
         resume.go_on(o.found, run)
     return run
@@ -121,9 +130,7 @@ def assemble(o, config, mesh, prepare=lambda model: model):
     def made():
         return prepare(models.plain(o, config))
 
-    def optimizer(params):
-        return models.make_optimizer(params, o, config)
-
+    optimizer = partial(models.make_optimizer, o=o, config=config)
     model = parallel.spread(made(), mesh, o.sp, attention=o.attention, method=o.cp_method,
                             schedule=o.schedule, chunks=o.chunks, zero=o.zero,
                             recompute=o.recompute, precision=o.precision)
@@ -145,20 +152,23 @@ def look_around(o, rank):
 
 
 def outputs(o):
-    """Name the files that this run will write: data, picture."""
-    return o.json, None if o.no_figure else Path(o.out) / "loss.png"
+    """Name the files of this run: data, trace, picture."""
+    return o.json, o.trace, None if o.no_figure else Path(o.out) / "loss.png"
 
 
 def fit(run, o, history, listeners):
     """Train.  Every listener hears of every step; one that answers False ends the training.
 
     So do numbers that are none: history.trouble says which, and nothing has changed by them."""
+    recorder = run.recorder
+    recorded, passes = (recorder.step, recorder.passes) if recorder else (nullcontext, None)
     for step in range(len(history.losses), o.steps):
         began = time.perf_counter()
         batch = run.corpus.batch(o.batch, o.seed, step)
         try:
-            result = train_step(run.model, batch, run.optimizer, run.mesh, o.grad_accum,
-                                max_norm=o.clip or None)
+            with recorded():
+                result = train_step(run.model, batch, run.optimizer, run.mesh, o.grad_accum,
+                                    max_norm=o.clip or None, passes=passes)
         except FloatingPointError as error:
             history.trouble = f"step {step}: {error}"
             break
@@ -237,25 +247,16 @@ def headline(run, o):
     size = sizes(o, c)
     experts = (f"{size.E} experts, {size.k} for each token, which so meets "
                f"{cost.active_parameters(size):,} parameters\n" if size.E else "")
-    text, characters = o.text or "Unicode names", len(run.corpus.tokens)
     return (f"{o.preset}: {c.layers} layers of width {c.width}, {c.heads} heads, "
             f"{cost.gpt_parameters(size):,} parameters in {o.precision or o.dtype}\n"
-            f"{experts}{text}: {characters:,} characters, {c.vocab} different; "
-            f"{o.batch} x {c.context} tokens per step, on {run.mesh.describe()}")
+            f"{experts}{o.text or 'Unicode names'}: {len(run.corpus.tokens):,} characters, "
+            f"{c.vocab} different; {o.batch} x {c.context} tokens per step, on "
+            f"{run.mesh.describe()}")
 
 
 def sizes(o, config, **others):
     """Say how large the model is, for the formulas of cost."""
     return cost.Sizes.of(config, **(moe.asked(o).sizes() if o.experts else {}), **others)
-
-
-def report(o, history, verdict=None, text=None, fingerprint=None):
-    """Collect what was printed, as data."""
-    return {"losses": history.losses, "val_losses": history.val_losses, "skipped": history.skipped,
-            "val_steps": history.val_steps, "tokens_per_s": history.tokens_per_s,
-            "verdict": verdict and verdict.line(), "sample": text,
-            "parameters_sha256": fingerprint, "trouble": history.trouble,
-            "flags": {k: v for k, v in o._asdict().items() if k not in ("out", "json", "found")}}
 
 
 # ------------------------------------------------------------------------------ the command
@@ -273,8 +274,7 @@ def command(o):
     """Train as the options say, and tell what came out.  -> exit status"""
     run = build(o)
     history = run.history
-    first = run.mesh.world.rank == 0
-    if first:
+    if first := run.mesh.world.rank == 0:
         print(headline(run, o) + resume.told(o.found))
         if o.audit:
             print("\n" + audit(run.model.parameters()) + "\n")
@@ -282,19 +282,19 @@ def command(o):
         try:
             train(run, o, progress, history)
         except KeyboardInterrupt:
-            if first and o.json:
+            if first:
                 files.attempt(o.json, files.numbers(report(o, history)))
             raise
-    model = whole(run, o)
+    model, spans = whole(run, o), run.recorder.spans() if run.recorder else []
     verdict = run.twin.verdict if run.twin else None
-    status = finish(run, o, history, verdict, model) if first else 0
+    status = finish(run, o, history, verdict, model, spans) if first else 0
     if history.trouble:
         raise BadInput(f"{history.trouble}; use a smaller --lr than the "
                        f"{run.optimizer.rate or 0:.2g} of the step before")
     return status or int(verdict is not None and not verdict.equal)
 
 
-def finish(run, o, history, verdict, model):
+def finish(run, o, history, verdict, model, spans):
     """Print and write what has come out.  -> exit status"""
     moved, fingerprint = o.offload and run.optimizer.offload.account(), digest(model)
     text = "" if history.trouble else sample(model, run.corpus, o)
@@ -303,9 +303,10 @@ def finish(run, o, history, verdict, model):
     if moved:
         print("offload    this rank: " + ", ".join(f"{n:,} bytes {what}"
                                                    for what, n in moved.items()))
-    data, picture = outputs(o)
+    data, traced, picture = outputs(o)
     found = report(o, history, verdict, text, fingerprint) | {"offload": moved}
     status = files.deliver(("data", data, files.numbers(found)),
+                           ("trace", traced, files.numbers(chrome(spans))),
                            ("picture", picture, files.picture(draw, history, size=(7, 4))))
     if o.save_every:
         print(f"latest     {resume.latest(o)}")

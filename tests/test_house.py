@@ -24,7 +24,7 @@ TOP = {"meeting": "mesh mappings placement buckets schedules",
        "technique": "dp zero tp sp pp flash cp ulysses moe ep recompute offload precision compress",
        "whole": "step parallel verify ledger trace checkpoint storage progress flags files "
                 "models resume replicas pairs",
-       "command": "train sample plan simulate dryrun doctor fuzz sweep"}
+       "command": "train sample plan simulate dryrun doctor fuzz sweep recorder"}
 FOLDERS = ["engine", "ranks", "collectives", "cost", "bench"]
 PAIRED = [*TOP["technique"].split(), "collectives.ring", "collectives", "mesh", "schedules",
           "checkpoint", "plan"]

@@ -49,7 +49,7 @@ class Total(Count):
 
 @dataclass
 class Event:
-    """One end of a message.  peer: a rank of the group; start, end: seconds (perf_counter)"""
+    """One end of a message.  rank, peer: in the world; start, end: seconds (perf_counter)"""
     rank: int
     op: str                    # the label
     group: str
@@ -236,4 +236,5 @@ class Counting:
         end = time.perf_counter()
         for kind, peer, n in ("send", to, nbytes), ("recv", source, incoming):
             if peer is not None:
-                events.append(Event(self.rank, op, self.name, peer, n, start, end, kind))
+                mine, other = self.ranks[self.rank], self.ranks[peer]
+                events.append(Event(mine, op, self.name, other, n, start, end, kind))
