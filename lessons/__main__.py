@@ -12,7 +12,7 @@ def main():
     for name, _, question in existing():
         print(f"  {name:12} {question}")
     print("\nRun one:  mpirun -n 4 python -m lessons.ring      or: python -m lessons.ring -n 4"
-          "\nFlags:    --predict --break --stub --mine --json --out --no-figure; see --help")
+          "\nFlags:    --predict --break --stub --hint --mine --json --out --no-figure; see --help")
 
 
 if __name__ == "__main__":

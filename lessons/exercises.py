@@ -64,6 +64,7 @@ def stub(script, path, body=None):
     head = [f'"""{script.title}, by hand.  Fill in the bodies, then',
             "",
             f"    python -m lessons.{script.name} --mine {path}",
+            f"    python -m lessons.{script.name} --hint            what to think of first",
             '"""']
     parts = ["\n".join(head + imports(script.exercise))]
     parts += [(body or empty)(function) for function in script.exercise]

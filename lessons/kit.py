@@ -56,7 +56,7 @@ import textwrap
 import time
 from types import SimpleNamespace
 
-from lessons import between, exercises, guess, substitute, tables
+from lessons import between, exercises, guess, hints, substitute, tables
 from lessons.proving import Proving
 from lessons.script import look_around, parse, read
 from lessons.substitute import breaks
@@ -98,6 +98,8 @@ def _session(comm, script, options, out, ranks=None):
         return lesson.share(lambda: _session(solo(), script, options, out, comm.size))
     if options.stub:
         exercises.write_stub(lesson)
+    elif options.hint is not None:
+        hints.show(lesson, options.hint)
     elif options.mine:
         exercises.grade(lesson)
     elif options.break_:

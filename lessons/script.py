@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from lessons import guess
+from lessons import guess, hints
 from minidist import BadInput, files, flags
 
 # From what one step needs, over the walls it meets, to the techniques, then their combination.
@@ -91,6 +91,7 @@ def parse(script, argv):
         help="plant a bug and see it caught: a name, 'list' or 'mystery'")
     add("--stub", metavar="FILE", help="write the functions of the exercise, bodies empty")
     add("--mine", metavar="FILE", help="put your functions in the module's place and grade them")
+    add("--hint", nargs="?", const="", metavar="FUNCTION", help="what to think of first")
     add("--prove", action="store_true", help="only the proof: checks and counts")
     add("--json", metavar="FILE", help="write checks, counts and guesses as data")
     add("--out", metavar="DIR", default="out", help="where pictures go (out)")
@@ -109,6 +110,7 @@ def _check(script, options):
     if options.break_ and options.break_ not in (*names, "list", "mystery"):
         raise BadInput(f"lessons.{script.name} has no break named {options.break_!r}; "
                        f"it has {', '.join(names + ['mystery'])}")
+    hints.check(script, options.hint)
     if (options.stub or options.mine) and not script.exercise:
         raise BadInput(f"lessons.{script.name} has no exercise to write")
     if options.mine and not os.path.isfile(options.mine):

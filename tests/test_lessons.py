@@ -11,8 +11,9 @@ import sys
 
 import pytest
 
-from lessons import exercises, guess, kit, script, tables
+from lessons import exercises, guess, hints, kit, script, tables
 from lessons.__main__ import existing
+from minidist import BadInput
 from minidist.ranks import launch
 from tests.mpi import execute, need_mpi
 
@@ -159,6 +160,21 @@ def test_the_module_s_own_functions_pass(name, tmp_path, monkeypatch):
     mine.write_text(solution(name))
     result = run(name, 1, "--mine", str(mine))
     assert result["ok"], result["output"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_function_has_a_hint_that_is_no_solution(name):
+    functions = {f.__name__: f for f in SCRIPTS[name].exercise}
+    assert set(hints.HINTS.get(name, {})) == set(functions)
+    for function, hint in hints.HINTS.get(name, {}).items():
+        node = ast.parse(exercises.source(functions[function])).body[0]
+        body = [" ".join(ast.unparse(line).split()) for line in node.body[1:]]
+        assert len(hint) > 20 and not [line for line in body if line in hint]
+        [line] = run(name, 1, "--hint", function)["output"].splitlines()[:1]
+        assert line.strip().startswith(function + ": ")
+    assert run(name, 1, "--hint")["output"].count(": ") >= len(functions)
+    with pytest.raises(BadInput, match="has no function 'nothing' to write"):
+        run(name, 1, "--hint", "nothing")
 
 
 @pytest.mark.parametrize("name", NAMES)
