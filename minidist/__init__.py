@@ -6,13 +6,14 @@
                    start and fail    report watch arrive safety environment launch
     collectives/   arrays over       ring tree halving double_tree hierarchical alltoall
                    ranks             choice layouts calls
-    cost/          closed forms      messages model shards experts strategies layout
+    cost/          closed forms      messages model shards experts strategies compression
+                                     layout
     bench/         measurements      engine attention memory collectives train moe tp
                                      fit
 
     where the two worlds meet        mesh mappings placement buckets schedules
     one technique each               dp zero tp sp pp flash cp ulysses moe ep
-                                     recompute offload precision
+                                     recompute offload precision compress
     the whole                        step parallel verify ledger trace checkpoint storage
                                      progress flags files models resume replicas pairs
     commands                         train sample simulate dryrun doctor fuzz sweep recorder

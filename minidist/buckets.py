@@ -172,6 +172,7 @@ class Reducer:
     share a bucket.  Collective.  Ends with close(), or `with`.
     """
     algorithm = None            # of the all_reduce, such as "ring"; None: by size
+    compressor = None           # what sums a bucket instead: see minidist.compress
 
     def __init__(self, model, comm, params, bucket_bytes=CAP, first_bucket_bytes=FIRST, ranks=None,
                  groups=None):
@@ -271,7 +272,9 @@ class Reducer:
     def launch(self):
         """Sum the next bucket on the background stream."""
         bucket = self.buckets[len(self.works)]
-        if bucket.whole:
+        if self.compressor:
+            work = self.stream.submit(self.compressor, bucket)
+        elif bucket.whole:
             summed = partial(all_reduce, out=bucket.flat, algorithm=self.algorithm)
             work = self.stream.submit(summed, bucket.flat)
         else:

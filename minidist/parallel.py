@@ -11,6 +11,7 @@
     --recompute sqrt  keep less of the forward, compute it again         minidist.recompute
     --offload DIR     optimizer state in a file, here chunk by chunk     minidist.offload
     --precision fp16  parameters, activations, messages of 16 bits       minidist.precision
+    --compress topk   gradients summed about, in fewer bytes             minidist.compress
 
 Strategies are functions on models, so composing them is applying one after another, always in the
 order of STRATEGIES; what does not go together is refused, see pairs. The product of all sizes is
@@ -22,7 +23,7 @@ import hashlib
 import math
 from functools import partial
 
-from minidist import (BadInput, cp, ep, flags, flash, moe, offload, pairs, pp, precision,
+from minidist import (BadInput, compress, cp, ep, flags, flash, moe, offload, pairs, pp, precision,
                       recompute, schedules, sp, tp, zero)
 from minidist.dp import DistributedDataParallel
 from minidist.mesh import AXES, DeviceMesh, notes
@@ -65,6 +66,9 @@ def add_memory_flags(group):
     group.add_argument("--offload", metavar="DIR",
                        help="keep optimizer state, and with --zero 3 parameters, in a file in DIR "
                             "that is gone when the run ends; it passes by in chunks")
+    group.add_argument("--compress", metavar="FORM",
+                       help="send less of each gradient, and the rest later: fp16, 1bit, "
+                            "topk:FRACTION (topk alone: 0.01) or powersgd:RANK (2)")
     group.add_argument("--precision", choices=precision.FORMS,
                        help="parameters and activations of 16 bits, masters of 32; fp16 scales "
                             "its losses, bf16 lies in float32 arrays, for NumPy has none")
@@ -120,6 +124,8 @@ def axis_sizes(args, ranks):
                        "is 1; use --pp 2 or more")
     refuse_no_experts(args)
     pairs.refuse(args, sizes)
+    if getattr(args, "compress", None):
+        refuse_compression(args, sizes)
     if args.batch < sizes["dp"]:
         raise BadInput(f"{args.batch} sequences do not give each of {sizes['dp']} replicas one; "
                        f"use --batch {sizes['dp']} or more")
@@ -134,6 +140,29 @@ def refuse_no_experts(args):
         if given:
             raise BadInput(f"--{given[0].replace('_', '-')} is about experts, and this model has "
                            "none; use --experts E")
+
+
+UNCOMPRESSED = {        # what does not go with --compress, and why
+    "tp": "ranks of --tp hold parameters in common, and would leave out other parts of each",
+    "pp": "both ends of --pp hold the words, and would leave out other parts of them",
+    "cp": "ranks of --cp add up gradients that were summed about, each with another rest",
+    "ep": "the experts of --ep are summed after backward, in no bucket",
+    "zero": "--zero sums gradients in pieces, and no rank has a whole bucket",
+    "precision": "--precision skips steps that overflow, and what is left out would be infinite",
+    "verify": "what --verify would compare is another training, on purpose",
+    "save_every": "a checkpoint holds nothing that belongs to one rank alone, such as its rest",
+    "resume": "a checkpoint holds nothing that belongs to one rank alone, such as its rest"}
+
+
+def refuse_compression(args, sizes):
+    """Raise BadInput for a form that is unknown, or beside what it does not go with."""
+    compress.make(args.compress)
+    for name, reason in UNCOMPRESSED.items():
+        if sizes[name] > 1 if name in sizes else getattr(args, name, None):
+            raise BadInput(f"{reason}; leave out --{name.replace('_', '-')}, or --compress")
+    if sizes["dp"] == 1:
+        raise BadInput("--compress makes messages between replicas smaller, and there is 1; use "
+                       "--dp 2 or more")
 
 
 def refuse_uneven_passes(args, mesh):
@@ -151,7 +180,7 @@ def spread(model, mesh, sequence=None, **options):
 
     sequence: what --sp says; None: no sequence parallelism.  attention, method, zero: what
     --attention, --cp-method and --zero say.  recompute: what --recompute
-    says.  schedule, chunks: see pp.split.  precision: what --precision says."""
+    says.  schedule, chunks: see pp.split.  precision, compress: what these flags say."""
     for strategy in STRATEGIES:
         model = strategy(model, mesh, dict(options, sequence=sequence))
     return model
@@ -211,7 +240,8 @@ def replicas(model, mesh, options):
         return model
     if stage := options.get("zero"):
         return zero.parallelize(model, mesh["dp"], stage)
-    return DistributedDataParallel(model, mesh["dp"])
+    model = DistributedDataParallel(model, mesh["dp"])
+    return compress.use(model, options["compress"]) if options.get("compress") else model
 
 
 def equip(optimizer, model, mesh=None, folder=None):

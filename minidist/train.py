@@ -132,8 +132,8 @@ def assemble(o, config, mesh, prepare=lambda model: model):
 
     optimizer = partial(models.make_optimizer, o=o, config=config)
     model = parallel.spread(made(), mesh, o.sp, attention=o.attention, method=o.cp_method,
-                            schedule=o.schedule, chunks=o.chunks, zero=o.zero,
-                            recompute=o.recompute, precision=o.precision)
+                            schedule=o.schedule, chunks=o.chunks, zero=o.zero, recompute=
+                            o.recompute, precision=o.precision, compress=o.compress)
     twin = verify.Twin(lambda: precision.use(made(), o.precision),
                        lambda params: precision.attach(optimizer(params), o.precision),
                        mesh) if o.verify else None

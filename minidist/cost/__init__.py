@@ -6,10 +6,12 @@
                   what lies elsewhere, and moves      cost.offload(numbers, w)
     experts       rows that go to their experts       cost.ep(there, back, held, sizes, group)
     strategies    what each strategy adds and saves   cost.tp(Sizes(...), Group(p, rank))
+    compression   a bucket that is summed about       cost.compressed("1bit", shapes, group, w)
     layout        all of a layout together            cost.step(Sizes(...), Layout(dp=2, tp=4))
 
 Bytes are bytes *sent* by one rank.  Imports no array, and knows no rank but its number.
 """
+from minidist.cost.compression import compressed, kept, low_rank                 # noqa: F401
 from minidist.cost.experts import ep                                             # noqa: F401
 from minidist.cost.layout import Layout, step                                   # noqa: F401
 from minidist.cost.messages import (                                             # noqa: F401
