@@ -69,6 +69,10 @@ HINTS = {
         "Clean steps count up to the window; only a full window restores the hysteresis.",
         "update": "Sum, look for overflow on all ranks, then norm and clipping in true units: "
         "one factor brings the sum of scaled gradients to the mean. The scale moves last."},
+    "compress": {
+        "feedback": "What goes out is the gradient and the rest together; the new rest is that, "
+        "less my share of the sum. The caller still needs x.",
+        "merged": "A scatter that adds: two ranks may name the same place."},
     "tp": {
         "copy_to": "Nothing to do forward. Each rank did something else with x: what is the "
         "gradient of a sum?",

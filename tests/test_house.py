@@ -28,7 +28,7 @@ TOP = {"meeting": "mesh mappings placement buckets schedules",
 FOLDERS = ["engine", "ranks", "collectives", "cost", "bench"]
 PAIRED = [*TOP["technique"].split(), "collectives.ring", "collectives", "mesh", "schedules",
           "checkpoint", "plan"]
-LESSONS_TO_COME = {"compress"}
+LESSONS_TO_COME = set()
 PRINTS = {"train", "sample", "progress", "files", "fuzz", "sweep", "doctor", "simulate", "dryrun",
           "plan", "mesh"}                                                #  and all of bench
 BUILDS_ON = {"zero": {"dp"},           # ZeRO is data parallelism, held once
