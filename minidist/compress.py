@@ -15,7 +15,8 @@ A bucket of DistributedDataParallel is summed by one of four, the same bits on e
     powersgd:2       a matrix as P Q', of rank 2; Q of this step is where the next one begins
 
 Without error feedback, what is too small in every step never arrives. The training is another one
-than that of plain sums: compression trades exactness, and compute, for bandwidth.
+than that of plain sums: compression trades exactness, and compute, for bandwidth. The first steps,
+where gradients are large and turn, are better left alone.
 
 Price per step and rank, of n numbers: see cost.compressed.  Memory: left, as large as the gradient.
 
@@ -44,15 +45,23 @@ def feedback(x, left, send):
 
 
 class Compressor:
-    """Sum buckets over ranks, about; one memory of what was left out for each bucket."""
+    """Sum buckets over ranks, about; one memory of what was left out for each bucket.
+
+    after: how many steps are summed as they are, before any is compressed."""
+    after = 0
 
     def __init__(self):
         self.left = {}                      # first parameter of a bucket -> [n]
+        self.steps = {}                     # the same -> how many there were
 
     def __call__(self, bucket, comm):
         """Put the sum into the bucket, in place.  Collective"""
-        bucket.used[...] = all_reduce(bucket.used.copy(), comm)
         key = bucket.params[0].name
+        self.steps[key] = self.steps.get(key, 0) + 1
+        if self.steps[key] <= self.after:
+            all_reduce(bucket.flat, comm, out=bucket.flat)
+            return
+        bucket.used[...] = all_reduce(bucket.used.copy(), comm)
         flat = bucket.flat[:-len(bucket.params)]
         left = self.left.setdefault(key, np.zeros_like(flat))
         waiting = [(bucket.columns[p.name], left[bucket.columns[p.name]].copy())
@@ -241,7 +250,8 @@ def make(form):
     return kind(value)
 
 
-def use(model, form):
-    """Let DistributedDataParallel sum its buckets so.  form: see `make`, or a Compressor"""
-    model.compressor = make(form) if isinstance(form, str) else form
+def use(model, form, after=0):
+    """Let DistributedDataParallel sum its buckets so, after a number of plain steps."""
+    model.compressor = make(form)
+    model.compressor.after = after
     return model

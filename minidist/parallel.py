@@ -69,6 +69,8 @@ def add_memory_flags(group):
     group.add_argument("--compress", metavar="FORM",
                        help="send less of each gradient, and the rest later: fp16, 1bit, "
                             "topk:FRACTION (topk alone: 0.01) or powersgd:RANK (2)")
+    group.add_argument("--compress-after", type=flags.integer(1), metavar="N",
+                       help="steps that are summed plainly before (default 0)")
     group.add_argument("--precision", choices=precision.FORMS,
                        help="parameters and activations of 16 bits, masters of 32; fp16 scales "
                             "its losses, bf16 lies in float32 arrays, for NumPy has none")
@@ -124,8 +126,7 @@ def axis_sizes(args, ranks):
                        "is 1; use --pp 2 or more")
     refuse_no_experts(args)
     pairs.refuse(args, sizes)
-    if getattr(args, "compress", None):
-        refuse_compression(args, sizes)
+    refuse_compression(args, sizes)
     if args.batch < sizes["dp"]:
         raise BadInput(f"{args.batch} sequences do not give each of {sizes['dp']} replicas one; "
                        f"use --batch {sizes['dp']} or more")
@@ -156,6 +157,10 @@ UNCOMPRESSED = {        # what does not go with --compress, and why
 
 def refuse_compression(args, sizes):
     """Raise BadInput for a form that is unknown, or beside what it does not go with."""
+    if not getattr(args, "compress", None):
+        if getattr(args, "compress_after", None):
+            raise BadInput("--compress-after says when --compress begins, which is not given")
+        return
     compress.make(args.compress)
     for name, reason in UNCOMPRESSED.items():
         if sizes[name] > 1 if name in sizes else getattr(args, name, None):
@@ -180,7 +185,7 @@ def spread(model, mesh, sequence=None, **options):
 
     sequence: what --sp says; None: no sequence parallelism.  attention, method, zero: what
     --attention, --cp-method and --zero say.  recompute: what --recompute
-    says.  schedule, chunks: see pp.split.  precision, compress: what these flags say."""
+    says.  schedule, chunks: see pp.split.  precision, compress, compress_after: what these say."""
     for strategy in STRATEGIES:
         model = strategy(model, mesh, dict(options, sequence=sequence))
     return model
@@ -241,7 +246,9 @@ def replicas(model, mesh, options):
     if stage := options.get("zero"):
         return zero.parallelize(model, mesh["dp"], stage)
     model = DistributedDataParallel(model, mesh["dp"])
-    return compress.use(model, options["compress"]) if options.get("compress") else model
+    if options.get("compress"):
+        compress.use(model, options["compress"], options.get("compress_after") or 0)
+    return model
 
 
 def equip(optimizer, model, mesh=None, folder=None):

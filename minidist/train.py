@@ -133,7 +133,8 @@ def assemble(o, config, mesh, prepare=lambda model: model):
     optimizer = partial(models.make_optimizer, o=o, config=config)
     model = parallel.spread(made(), mesh, o.sp, attention=o.attention, method=o.cp_method,
                             schedule=o.schedule, chunks=o.chunks, zero=o.zero, recompute=
-                            o.recompute, precision=o.precision, compress=o.compress)
+                            o.recompute, precision=o.precision, compress=o.compress,
+                            compress_after=o.compress_after)
     twin = verify.Twin(lambda: precision.use(made(), o.precision),
                        lambda params: precision.attach(optimizer(params), o.precision),
                        mesh) if o.verify else None
@@ -151,8 +152,7 @@ def look_around(o, rank):
     return default_text() if o.text is None else read_text(o.text)
 
 
-def outputs(o):
-    """Name the files of this run: data, trace, picture."""
+def outputs(o):                                             # data, trace, picture
     return o.json, o.trace, None if o.no_figure else Path(o.out) / "loss.png"
 
 

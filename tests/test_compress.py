@@ -2,7 +2,8 @@
 import numpy as np
 import pytest
 
-from minidist import BadInput, compress, cost
+from minidist import BadInput, compress, cost, parallel
+from minidist import train as train_command
 from minidist.buckets import Bucket
 from minidist.collectives import choice
 from minidist.dp import DistributedDataParallel
@@ -217,3 +218,32 @@ def test_a_gradient_that_is_no_number_is_refused(form):
 def test_what_cannot_be_is_one_sentence(form, words):
     with pytest.raises(BadInput, match=words):
         compress.make(form)
+
+
+def test_the_first_steps_may_be_plain():
+    """As many steps as said are the plain sum, bit by bit; the next one is not."""
+    def fn(world, form, after, steps):
+        mesh = DeviceMesh(world, dp=2)
+        model = DistributedDataParallel(tiny(), mesh["dp"], bucket_bytes=4000)
+        if form:
+            compress.use(model, form, after)
+        optimizer = SGD(model.parameters(), 0.1)
+        for step in range(steps):
+            train_step(model, random_batch(13, 6, 4, 0, step), optimizer, mesh)
+        return digest(model)
+
+    assert run_threads(2, fn, "topk:0.1", 3, 3) == run_threads(2, fn, None, 0, 3)
+    assert run_threads(2, fn, "topk:0.1", 3, 4) != run_threads(2, fn, None, 0, 4)
+
+
+@pytest.mark.parametrize("argv, words", [
+    ("--dp 2 --tp 2", "--tp hold parameters in common"), ("--dp 2 --zero 1", "in pieces"),
+    ("--dp 2 --pp 2", "both ends"), ("--dp 2 --verify", "another training"),
+    ("--dp 2 --save-every 2", "a checkpoint"), ("--dp 1", "there is 1"),
+    ("--dp 2 --precision fp16", "overflow"), ("--dp 2 --cp 2", "another rest")])
+def test_what_does_not_go_together_is_refused(argv, words):
+    args = train_command.parser().parse_args(["--compress", "topk", *argv.split()])
+    with pytest.raises(BadInput, match=words):
+        parallel.axis_sizes(args, 4)
+    with pytest.raises(BadInput, match="is not given"):
+        parallel.axis_sizes(train_command.parser().parse_args(["--compress-after", "3"]), 1)
