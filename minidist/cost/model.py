@@ -210,9 +210,17 @@ def recomputed_flops(sizes, what="blocks"):
     return 2 * sizes.L * (attention if what == "attention" else block)
 
 
-def textbook_activations(sizes):
-    """Bytes per layer by Korthikanti et al. 2022: 16-bit numbers, masks of one byte, full T x T."""
-    return 34 * sizes.N * sizes.D + 5 * sizes.H * sizes.T * sizes.N
+def textbook_activations(sizes, p=1, sequence=False, again=None):
+    """Bytes per layer and rank by Korthikanti et al. 2022: 16-bit numbers, masks of one byte.
+
+    p ranks of tp, with sequence of sp as well.  again: what backward computes again, "blocks",
+    "attention" or None; a layer's attention is kept as T x T."""
+    one = sizes.N * sizes.D
+    outside = (10 / p if sequence else 10) * one            # norms, dropouts, what is between
+    inside = (24 * one + (0 if again else 5 * sizes.H * sizes.T * sizes.N)) / p
+    if again == "blocks":
+        outside, inside = (2 / p if sequence else 2) * one, 0
+    return int(outside + inside)
 
 
 # === One operation, forward: what it computes, and what it must move at the least ===
