@@ -60,20 +60,39 @@ def write_stub(lesson):
 
 
 def stub(script, path, body=None):
-    """The text of the file; body(function) gives each function's text, by default an empty one."""
+    """The text of the file.  body(function): each function's text, and that of helpers that belong
+    to the answer; by default an empty one."""
     head = [f'"""{script.title}, by hand.  Fill in the bodies, then',
             "",
             f"    python -m lessons.{script.name} --mine {path}",
             f"    python -m lessons.{script.name} --hint            what to think of first",
             '"""']
-    parts = ["\n".join(head + imports(script.exercise))]
-    parts += [(body or empty)(function) for function in script.exercise]
+    functions = script.exercise + (withheld(script.exercise) if body else [])
+    parts = ["\n".join(head + imports(functions))]
+    parts += [(body or empty)(function) for function in functions]
     return "\n\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def withheld(exercise):
+    """The private helpers that only functions of the exercise call: they are part of the answer."""
+    found, own = [], {function.__name__ for function in exercise}
+    for module in {function.__module__: sys.modules[function.__module__] for function in exercise
+                   }.values():
+        top = [node for node in ast.parse(inspect.getsource(module)).body
+               if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        uses = {node.name: {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+                for node in top}
+        for name in filter(lambda name: name.startswith("_"), uses):
+            users = {other for other, used in uses.items() if name in used and other != name}
+            if users and users <= own:
+                found.append(getattr(module, name))
+    return found
 
 
 def imports(exercise):
     """Import lines for what the exercise uses: NumPy, imports of its modules, their own helpers."""
-    own, found = {function.__name__ for function in exercise}, {}
+    own = {function.__name__ for function in [*exercise, *withheld(exercise)]}
+    found = {}
     for function in exercise:
         tree = ast.parse(source(function))
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - own

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from lessons import substitute
+from lessons import exercises, substitute
 from lessons.asked import KEPT, alone, keep
 from lessons.proving import Enough
 from lessons.session import Failed, Session
@@ -41,6 +41,7 @@ class Task:
         self.function, self.name, self.source, self.file = function, function.__name__, source, file
         self.owner, self.modules = sys.modules[function.__module__], modules
         self.others = {f.__name__: f for f in exercise if f is not function}
+        self.withheld = exercises.withheld(exercise)
         self.seconds, self.megabytes = seconds, megabytes
         self.sessions, self.idle, self.mine = [], [], threading.local()
         self.lock, self.over = threading.Lock(), False
@@ -75,7 +76,7 @@ class Task:
             raise AttributeError(name)                # the import system finds it by itself
         if found is None or isinstance(found, types.ModuleType) or name.startswith("__"):
             raise ImportError(f"{inner} is not at hand in this exercise")
-        if found is getattr(self.owner, self.name):
+        if found is getattr(self.owner, self.name) or found in self.withheld:
             raise ImportError(f"{inner} is the exercise itself")
         if callable(found) and not getattr(found, "__module__", "").startswith("minidist"):
             raise ImportError(f"{inner} is not minidist's own")

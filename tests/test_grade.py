@@ -21,6 +21,7 @@ from lessons import exercises, grade, session
 from lessons.script import existing
 from minidist import BadInput
 from minidist.cost import messages
+from minidist.engine import functional
 from tests import grading
 
 RING = '''
@@ -137,6 +138,20 @@ def test_any_kind_of_argument(lesson, function, ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(grade, "copied", lambda *_: "")
     record = graded(tmp_path, grading.solution(lesson), function)
     assert record["ok"], record
+
+
+def test_a_helper_that_is_the_answer_is_neither_in_the_stub_nor_at_hand(tmp_path, monkeypatch):
+    monkeypatch.setattr(exercises, "SIZES", (1,))
+    monkeypatch.setattr(grade, "copied", lambda *_: "")
+    assert [f.__name__ for f in exercises.withheld(grading.read("step").exercise)] == [
+        "_gelu_piece"]
+    assert "_gelu_piece" not in exercises.stub(grading.read("step"), "mine.py")
+    text = grading.solution("step")
+    assert graded(tmp_path, text, "gelu")["ok"], "with a text of one's own it is right"
+    own = inspect.getsource(functional._gelu_piece)
+    record = graded(tmp_path, "from minidist.engine.functional import _gelu_piece\n"
+                    + text.replace(own, ""), "gelu")
+    assert record["points"] == 0 and "_gelu_piece is the exercise itself" in record["message"]
 
 
 # ---- cheats: (text, function, what its record says, options)
