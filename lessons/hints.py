@@ -119,6 +119,12 @@ HINTS = {
         "dispatch": "Rows leave in order of experts, so those for one rank lie together; they "
         "arrive in order of senders, and must be sorted by expert.",
         "combine": "Undo the sorting, then swap what was sent and what came."},
+    "plan": {
+        "held": "Which of P, G, O does each stage of ZeRO cut? A first stage keeps as many "
+        "micro-batches as there are stages, if there are as many; interleaving adds to it.",
+        "bubble": "Idle over working time: the sum of both is not what is asked for.",
+        "sent_to_replicas": "An all_reduce is a reduce_scatter of gradients and an all_gather; "
+        "ZeRO gathers parameters, which have 2 bytes. Which of its stages send in every pass?"},
     "checkpoint": {
         "slots": "What the optimizer writes, under the parameter's name, then its moments, zero "
         "where there was no update yet.",

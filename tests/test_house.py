@@ -23,7 +23,7 @@ ROOMS["bench"] = ROOMS["command"] | {"command"}
 TOP = {"meeting": "mesh mappings placement buckets schedules",
        "technique": "dp zero tp sp pp flash cp ulysses moe ep recompute offload precision compress",
        "whole": "step parallel verify ledger trace checkpoint storage progress flags files "
-                "models resume replicas pairs",
+                "models resume replicas pairs estimate",
        "command": "train sample plan simulate dryrun doctor fuzz sweep recorder"}
 FOLDERS = ["engine", "ranks", "collectives", "cost", "bench"]
 PAIRED = [*TOP["technique"].split(), "collectives.ring", "collectives", "mesh", "schedules",
