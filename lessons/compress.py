@@ -20,7 +20,7 @@ from minidist.step import train_step
 EXERCISE = [compress.feedback, compress.merged]
 FORMS = ["fp16", "1bit", "topk:0.01", "powersgd:2"]
 GPT_1B, RANKS = [(8192, 2048), (2048, 8192)] * 30, 8          # one of its buckets, if need be
-STEPS = 24
+STEPS = 12
 
 
 def what_is_left_out(lesson):

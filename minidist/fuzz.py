@@ -108,9 +108,10 @@ FLAGS = [
            and c["dp"] * c["cp"] == 1),
     Choice("precision", (None, "fp16", "bf16"), lambda c: not c["offload"] and not c["experts"]),
 ]
-# What fixes sizes and the run's length, what is only shown, how files are kept.
+# What fixes sizes and the run's length, what is only shown, how files are kept; another training.
 LEFT_OUT = set("help preset context width heads dtype text seed steps lr verify audit sample out "
-               "no-figure json microbatches resume keep save-every".split())
+               "trace no-figure json microbatches resume keep save-every compress "
+               "compress-after".split())
 # What comes first, and what no flag says.
 MESH = Choice("mesh", meshes())
 OTHERS = [

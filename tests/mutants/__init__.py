@@ -21,11 +21,14 @@ from minidist.ranks.comm import run_threads
 SIZES = 2, 3, 4, 1                     # on one rank many mutants are right, on two many more
 
 
-def table(lesson, kind="MUTANTS"):
-    """The mutants of a lesson's functions, or other right solutions.  -> [(function, old, new)]"""
+def table(lesson, kind="MUTANTS", function=None):
+    """The mutants of a lesson's functions, or of one, or other right solutions.
+
+    -> [(function, old, new)]"""
     name = f"tests.mutants.{lesson}"
     found = getattr(import_module(name), kind, {}) if find_spec(name) else {}
-    return [(function, *change) for function, changes in found.items() for change in changes]
+    return [(each, *change) for each, changes in found.items() for change in changes
+            if function in (None, each)]
 
 
 def lessons():
