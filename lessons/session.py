@@ -30,6 +30,7 @@ DEEPEST = 50                                         # calls of the exercise ins
 WALL = 10                                            # seconds in all, for each of computing
 OPEN = set()                                         # the sessions whose process may run
 
+
 class Failed(Exception):
     """The reader's function did not do its work: what the record says."""
 

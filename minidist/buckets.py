@@ -39,6 +39,7 @@ FIRST, CAP = 1 << 20, 25 << 20                          # bytes: 1 MiB, 25 MiB
 def assign(sizes, kinds=None, cap=CAP, first=FIRST):
     """Deal tensors of these sizes (bytes) into buckets, in order.  -> lists of indices
 
+    A bucket closes when it has reached its limit: the smaller of both for a first one, then cap.
     kinds[i]: what must not mix, such as the dtype; every kind has its own first bucket."""
     closed, still_open, limits = [], {}, {}
     for i, size in enumerate(sizes):

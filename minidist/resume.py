@@ -18,7 +18,7 @@ from minidist.checkpoint import find, load, save
 
 # Flags that only change where and how things are computed; those that decide the result are kept.
 FREE = set("""dp cp tp pp ep zero sp cp_method attention recompute schedule chunks grad_accum
-              offload text verify audit sample out no_figure json save_every keep resume
+              offload text verify audit sample out no_figure json trace save_every keep resume
               found""".split())
 
 

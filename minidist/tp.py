@@ -93,9 +93,11 @@ def localize(ids, sizes, rank):
 def vocab_parallel_cross_entropy(logits, targets, comm, sizes=None):
     """Sum -log softmax(logits)[target] over tokens.  [B, T, V/p], [B, T] -> []
 
-    The softmax needs three numbers per token from the other ranks, never their logits: the
-    largest logit, the sum of exponentials, and the target's logit from whoever holds it.
+    The softmax needs three numbers per token from the other ranks, an all_reduce each, never their
+    logits: the largest logit, the sum of exponentials, and the target's logit from who holds it.
 
+    A target IGNORE, which is no word, counts nothing and gives no gradient, whatever its logits.
+    Keeps for backward one array like the logits, my share of the softmax, and whose targets I hold.
     sizes: how many words each rank holds; all as many as I when not given."""
     counted = targets != IGNORE
     sizes = sizes or [logits.shape[-1]] * comm.size

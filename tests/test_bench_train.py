@@ -31,6 +31,8 @@ def test_ranks_that_cannot_be_are_refused(ranks, words):
     ("", [1, 2, 4], "DDP"), ("--zero 3", [1, 2, 4], "fully_shard"),
     ("--pp 2", [1, 2], "pipelining"), ("--pp 2 --schedule zb-h1", [1, 2], None),
     ("--pp 2 --dp 2", [1, 4], None), ("--pp 2 --ranks 1,2,4", [1, 2, 4], None),
+    ("--recompute blocks --precision fp16", [1, 2, 4], None),
+    ("--compress topk:0.1 --ranks 2", [2], None),
     ("--tp 2", [1, 2], None), ("--experts 4 --ep 2 --ranks 1,2", [1, 2], None)])
 def test_flags_of_strategies_reach_the_jobs(words, counts, other):
     args = asked(*words.split())

@@ -82,7 +82,11 @@ def test_the_command_writes_the_trace_of_its_last_step(tmp_path):
     path = tmp_path / "trace.json"
     status, output = execute(launch.command(2, [
         sys.executable, "-m", "minidist.train", "--preset", "lesson", "--pp", "2", "--steps", "1",
-        "--sample", "0", "--no-figure", "--trace", str(path)]))
+        "--sample", "0", "--no-figure", "--trace", str(path), "--save-every", "1",
+        "--out", str(tmp_path)]))
     assert status == 0 and f"trace      {path}" in output, output
     boxes = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     assert Counter(box["name"][0] for box in boxes)["F"] == 2 * 2 * 8    # rank, lane, micro-batch
+    status, output = execute([sys.executable, "-m", "minidist.train", "--resume", str(tmp_path),
+                              "--sample", "0", "--no-figure", "--trace", str(path)])
+    assert status == 0, "a run that goes on may be traced: " + output

@@ -37,8 +37,10 @@ from minidist.step import train_step
 
 OPPONENT = "tests.gloo"                                 # a module: PyTorch is no dependency of ours
 PATIENCE = 600                                          # seconds for one job
-SPREAD = [*parallel.OFFERED, "zero", "sp", "cp_method", "schedule", "chunks", "ep"]  # flags of jobs
-MODEL = ["preset", "attention", "experts", "top_k", "capacity", "balance"]      # also of one rank
+SPREAD = [*parallel.OFFERED, "zero", "sp", "cp_method", "schedule", "chunks", "ep", "compress",
+          "compress_after"]                                                      # flags of jobs
+LESS = ["recompute", "offload", "precision"]                                     # also of one rank
+MODEL = ["preset", "attention", "experts", "top_k", "capacity", "balance", *LESS]
 
 
 def parser():
@@ -72,8 +74,10 @@ def work(args):
     model = moe.replace_mlps(model, moe.asked(args)) if args.experts else model
     model = parallel.spread(model, mesh, args.sp, attention=args.attention,
                             method=args.cp_method, schedule=args.schedule, chunks=args.chunks,
-                            zero=args.zero)
-    optimizer, laps = parallel.equip(AdamW(model.parameters(), 1e-4), model), []
+                            zero=args.zero, recompute=args.recompute, precision=args.precision,
+                            compress=args.compress, compress_after=args.compress_after)
+    optimizer = parallel.equip(AdamW(model.parameters(), 1e-4), model, mesh, args.offload)
+    laps = []
     for batch in batches:
         start = time.perf_counter()
         train_step(model, batch, optimizer, mesh, pieces(args))
@@ -184,7 +188,8 @@ def wanted(args):
 
 def equal_of(args):
     """Name what of PyTorch does the same, if anything does."""
-    if args.experts or any((getattr(args, axis) or 1) > 1 for axis in ("tp", "cp")):
+    if args.experts or any((getattr(args, axis) or 1) > 1 for axis in ("tp", "cp")) or any(
+            getattr(args, name) for name in (*LESS, "compress")):
         return None
     if (args.pp or 1) > 1:
         alone = (args.dp or 1) == 1 and set(args.ranks.split(",")) <= {"1", str(args.pp)}

@@ -234,7 +234,9 @@ class Work(NamedTuple):
 
 
 def linear_work(N, D, F, w=4):
-    """Work of N tokens through weights [F, D] and a bias: 2 flops per weight and token."""
+    """Work of N tokens through weights [F, D] and a bias: 2 flops per weight and token, 1 per bias.
+
+    Input, weights, bias and result cross the memory once."""
     return Work(2 * N * D * F + N * F, w * (N * D + D * F + F + N * F))
 
 

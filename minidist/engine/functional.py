@@ -130,7 +130,9 @@ def _sum_by_id(g, ids, shape):
 # ------------------------------------------------------------------------ elementwise
 
 def layer_norm(x, w, b, eps=1e-5):
-    """Shift and scale each row to mean 0 and variance 1, then by w and b.  [..., D] -> [..., D]"""
+    """Shift and scale each row to mean 0 and variance 1, then by w and b.  [..., D] -> [..., D]
+
+    Keeps the rows of mean 0 and variance 1, and 1 / deviation of each; x may go."""
     rows, dtype = widened(_rows(x.data)), x.dtype
     d, one, real = x.shape[-1], _ones(x.shape[-1], rows.dtype), rows.dtype.type
     unit = rows - (rows @ one / real(d))[:, None]
