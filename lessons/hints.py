@@ -125,6 +125,11 @@ HINTS = {
         "bubble": "Idle over working time: the sum of both is not what is asked for.",
         "sent_to_replicas": "An all_reduce is a reduce_scatter of gradients and an all_gather; "
         "ZeRO gathers parameters, which have 2 bytes. Which of its stages send in every pass?"},
+    "rates": {
+        "zero_memory": "Stage 1 cuts the optimizer's state, 2 the gradients too, 3 the parameters: "
+        "which of three numbers is divided by p from which stage on?",
+        "compressed": "Go through `send` of each form and write down its messages: what is summed, "
+        "what is gathered, how many bytes each number has. The flags always travel."},
     "checkpoint": {
         "slots": "What the optimizer writes, under the parameter's name, then its moments, zero "
         "where there was no update yet.",
