@@ -9,7 +9,7 @@ from lessons import setting
 from minidist import offload, parallel, step, zero
 from minidist.mesh import DeviceMesh
 
-CHUNK, ROWS = 8192, 6
+CHUNK, ROWS = 32768, 6
 
 
 class Thread:
