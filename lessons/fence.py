@@ -42,60 +42,67 @@ def limit(seconds, megabytes):
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 NEVER = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.kill", "pty.spawn",
-         "subprocess.", "socket.", "signal.", "ctypes.", "resource.", "syslog.")
+         "subprocess.", "socket.", "signal.", "ctypes.", "resource.", "syslog.", "gc.get_")
 IN_FOLDER = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.chmod",
              "os.chown", "os.truncate", "os.utime", "shutil.")
-UNKNOWN = {"ctypes", "_ctypes", "multiprocessing", "_multiprocessing", "_posixshmem"}
+# Modules that open files or start processes without a word to the hook, beside C functions.
+UNKNOWN = set("ctypes _ctypes multiprocessing _multiprocessing _posixshmem _posixsubprocess "
+              "readline sqlite3 _sqlite3 dbm _dbm _gdbm _interpreters _xxsubinterpreters".split())
 
 
-class Guard:
-    """The hook.  refused: what it has refused, for the grader to know"""
+def guard(folder, refused):
+    """Make the hook.  refused: what it has refused, for the grader to know
 
-    def __init__(self, folder, refused):
-        roots = folder, os.path.dirname(os.__file__), os.path.dirname(np.__file__)
-        self.folder, self.python, self.numpy = map(os.path.realpath, roots)
-        self.refused, self.inside = refused, threading.local()
+    A closure: as an object it could be found by its class, and told to refuse nothing."""
+    folder, inside = os.path.realpath(folder), threading.local()
+    brought = [os.path.realpath(os.path.dirname(module.__file__)) for module in (np, os)]
+    zipped = {os.path.realpath(path) for path in sys.path if path.endswith(".zip")}
 
-    def __call__(self, event, args):
-        if getattr(self.inside, "now", False):
+    def hook(event, args):
+        if getattr(inside, "now", False):
             return
-        self.inside.now = True
+        inside.now = True
         try:
-            what = self.wrong(event, args)
+            what = wrong(event, args, folder, (*brought, zipped))
         finally:
-            self.inside.now = False
+            inside.now = False
         if what:
-            self.refused.append(what)
+            refused.append(what)
             raise PermissionError(f"{what}: an exercise needs no such thing")
+    return hook
 
-    def wrong(self, event, args):
-        """Say what is wrong with what Python is about to do; nothing, mostly."""
-        if event == "open":
-            return self.opens(*args)
-        if event == "import" and args[0] in UNKNOWN:
-            return f"imports {args[0]}"
-        if event.startswith(NEVER):
-            return f"uses {event}"
-        paths = [a for a in args if isinstance(a, (str, bytes, os.PathLike))]
-        if event.startswith(IN_FOLDER) and not all(map(self.is_mine, paths)):
-            return f"{event} outside its folder"
 
-    def opens(self, path, mode, flags):
-        if isinstance(path, int) or path in ("/dev/null", "/dev/urandom") or self.is_mine(path):
-            return None
-        writes = set(mode or "") & set("wax+") or (flags or 0) & WRITING
-        if writes:
-            return f"writes {os.fsdecode(path)}"
-        return None if self.is_python(path) else f"reads {os.fsdecode(path)}"
+def wrong(event, args, folder, brought):
+    """Say what is wrong with what Python is about to do; nothing, mostly."""
+    if event == "open":
+        return opens(*args, folder, brought)
+    if event == "import" and args[0] in UNKNOWN:
+        return f"imports {args[0]}"
+    if event.startswith(NEVER):
+        return f"uses {event}"
+    paths = [a for a in args if isinstance(a, (str, bytes, os.PathLike))]
+    if event.startswith(IN_FOLDER) and not all(below(real(path), folder) for path in paths):
+        return f"{event} outside its folder"
 
-    def is_mine(self, path):
-        return below(os.path.realpath(os.fsdecode(path)), self.folder)
 
-    def is_python(self, path):
-        """Does Python or NumPy bring this file?"""
-        path = os.path.realpath(os.fsdecode(path))
-        return below(path, self.numpy) or below(path, self.python) and not (
-            "site-packages" in path or "dist-packages" in path)
+def opens(path, mode, flags, folder, brought):
+    if isinstance(path, int) or path in ("/dev/null", "/dev/urandom") or below(real(path), folder):
+        return None
+    writes = set(mode or "") & set("wax+") or (flags or 0) & WRITING
+    if writes:
+        return f"writes {os.fsdecode(path)}"
+    return None if is_python(real(path), *brought) else f"reads {os.fsdecode(path)}"
+
+
+def is_python(path, numpy, python, zipped):
+    """Does Python or NumPy bring this file?"""
+    if path in zipped or below(path, numpy) or path.startswith(numpy + "-"):    # its dist-info
+        return True
+    return below(path, python) and not ("site-packages" in path or "dist-packages" in path)
+
+
+def real(path):
+    return os.path.realpath(os.fsdecode(path))
 
 
 def below(path, root):

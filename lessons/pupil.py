@@ -253,6 +253,13 @@ def filled(cell):
 
 # ---- what may be imported
 
+def importer(frame):
+    """The file that an import, of which this is a frame, is written in."""
+    while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame and frame.f_code.co_filename
+
+
 class Names(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """minidist as names that the grader knows; nothing else beside NumPy and what Python has."""
 
@@ -260,8 +267,10 @@ class Names(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         top = name.split(".")[0]
         if top == "minidist":
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        if top not in sys.stdlib_module_names and top != "numpy":
-            home.refused.append(f"imports {name}")
+        python = top in sys.stdlib_module_names or top.startswith("_sysconfigdata")
+        if not python and top != "numpy":
+            if importer(sys._getframe(1)) == home.file:    # copy and pickle ask for org.python
+                home.refused.append(f"imports {name}")
             raise ImportError(f"{name} is not at hand: only NumPy, minidist and what Python has")
         return None
 
@@ -287,5 +296,10 @@ if __name__ == "__main__":
         setattr(os, name, on_paths(f"os.{name}", getattr(os, name)))
     shutil.rmtree = on_paths("shutil.rmtree", shutil.rmtree)
     builtins.open = on_paths("open", open)
-    sys.addaudithook(fence.Guard(os.getcwd(), home.refused))
+    # What starts processes, and what guards this one, is nowhere to be found by name.
+    sys.modules["_posixsubprocess"] = types.ModuleType("_posixsubprocess")
+    sys.modules["_posixsubprocess"].fork_exec = None
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.addaudithook(fence.guard(os.getcwd(), home.refused))
+    del fence
     home.listen()

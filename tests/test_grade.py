@@ -126,6 +126,15 @@ def test_each_function_alone(tmp_path):
         assert graded(tmp_path, text, function)["ok"] is ok
 
 
+def test_what_python_and_numpy_bring(tmp_path):
+    """Some of it asks for modules that nobody has: that is not the reader's doing."""
+    used = "np.testing.assert_array_equal(copy.deepcopy(x), x)\n    return ring(x, comm, op)"
+    text = RING.replace("def all_reduce", "import asyncio, copy, dataclasses, pickle\n\ndef ring")
+    record = graded(tmp_path, f"{text}\ndef all_reduce(x, comm, op=np.add):\n    {used}\n",
+                    "all_reduce")
+    assert record["ok"], record
+
+
 # A lesson and a function for each kind of argument: Tensors and their backward, models, optimizers,
 # streams, generators, functions of the lesson's own.
 KINDS = [("memory", "held", 1), ("dp", "share_rows", 2), ("pp", "act", 2),
@@ -165,6 +174,25 @@ def file(body, head="", function="all_reduce", **limits):
     text = ring(**{function: new}).replace("import numpy as np\n",
                                            "import numpy as np\n" + textwrap.dedent(head), 1)
     return text, function, limits
+
+
+READ = """
+import itertools, os, sys
+from functools import lru_cache
+from minidist import cost
+
+PATH = os.path.join(os.path.dirname(os.path.dirname(sys.argv[0])), "minidist/collectives/ring.py")
+
+def use(text):
+    own = dict(np=np, cost=cost, lru_cache=lru_cache, accumulate=itertools.accumulate)
+    exec(text[text.index("def reduce_scatter"):], own)
+    return own["all_reduce"]
+"""
+
+
+def read(how, body="use(TEXT)(x, comm, op)"):
+    """A ring file that runs the library's text, which it gets like this."""
+    return file(body, READ + textwrap.dedent(how))
 
 
 LIBRARY = inspect.getsource(grading.ring.reduce_scatter)
@@ -246,6 +274,47 @@ CHEATS = {
         *file("", "import os; open(f'/proc/{os.getppid()}/mem', 'rb')\n"), "reads /proc/"),
     "the grader's environment": (
         *file("", "import os; open(f'/proc/{os.getppid()}/environ')\n"), "reads /proc/"),
+    "its source, by readline": (
+        *read("""
+            import readline
+            readline.read_history_file(PATH)
+            TEXT = "\\n".join(map(readline.get_history_item, range(1, 90)))
+            """), "imports readline"),
+    "its source, by a process that C starts": (
+        *read("""
+            import _posixsubprocess
+            _posixsubprocess.fork_exec([b"cp", PATH.encode(), b"x"], [b"/bin/cp"], True)
+            TEXT = open("x").read()
+            """), "'NoneType' object is not callable"),
+    "the same, imported again": (
+        *read("del sys.modules['_posixsubprocess']\nimport _posixsubprocess\n"),
+        "imports _posixsubprocess"),
+    "its source, behind a hook that is found among all objects": (
+        *read("""
+            import gc
+            for thing in gc.get_objects():
+                if type(thing).__name__ == "Guard":
+                    thing.inside.now = True
+            TEXT = open(PATH).read()
+            """), "uses gc.get_objects"),
+    "its source, behind a hook that is replaced": (
+        *read("""
+            import __main__
+            __main__.fence.Guard.wrong = __main__.fence.wrong = lambda *_: None
+            TEXT = open(PATH).read()
+            """), "no attribute 'fence'"),
+    "a hook that is found from below": (
+        *read("""
+            frame = sys._getframe()
+            while frame:
+                if "fence" in frame.f_globals:
+                    frame.f_globals["fence"].wrong = lambda *_: None
+                frame = frame.f_back
+            TEXT = open(PATH).read()
+            """), "reads .*ring.py"),
+    "a database written elsewhere": (
+        *file("", "import sqlite3; sqlite3.connect('/tmp/x').execute('create table t(a)')\n"),
+        "imports sqlite3"),
     "the grader, killed": (
         *file("import os; os.kill(os.getppid(), 9)"), "uses os.kill"),
     "another process": (
@@ -269,8 +338,11 @@ CHEATS = {
         "broke the protocol"),
     "an answer of its own making": (
         *file("", """
-            import __main__
-            __main__.home.say("finished", 3)
+            import sys
+            frame = sys._getframe()
+            while "self" not in frame.f_locals:
+                frame = frame.f_back
+            frame.f_locals["self"].say("finished", 3)
             """), "broke the protocol: 'finished'"),
     "an object that equals everything": (
         *file("""
