@@ -244,8 +244,14 @@ def closed_pipe(comm):
 
 
 def interrupted(comm):
-    if comm.rank == 0:
+    def tell():
+        """Speak when rank 0 waits, and not before: then the job is interrupted."""
+        while comm._status.now is None:
+            time.sleep(0.01)
         print("waiting", flush=True)
+
+    if comm.rank == 0:
+        threading.Thread(target=tell, daemon=True).start()
     comm.recv(np.empty(10), neighbours(comm)[1])                      # <- interrupted
 
 
