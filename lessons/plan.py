@@ -11,15 +11,16 @@ from dataclasses import replace
 import numpy as np
 
 from lessons import kit
-from minidist import cost, estimate, plan
+from minidist import cost, estimate, plan, published, search
 from minidist.estimate import CARDS, Job
+from minidist.request import MODELS
 
 EXERCISE = [estimate.held, estimate.bubble, estimate.sent_to_replicas]
 ALONE = True
-A100, GB, GIB = CARDS["a100"], 1e9, 2 ** 30
+A100, RUNS = CARDS["a100"], published.RUNS["a100"]
 ONE = Job(17, 2176, 17, 50257, 2048, 512)             # 1.1B parameters
-ASKED = [("1B on 8", ONE, 8), ("70B on 64", plan.MODELS["llama3-70b"], 64),
-         ("175B on 1024", plan.MODELS["gpt3"], 1024)]
+ASKED = [("1B on 8", ONE, 8), ("70B on 64", MODELS["llama3-70b"], 64),
+         ("175B on 1024", MODELS["gpt3"], 1024)]
 
 
 def the_tree(lesson):
@@ -35,7 +36,7 @@ def the_tree(lesson):
         one = replace(job, rows=1)
         layer = 16 * 12 * job.D ** 2 + cost.textbook_activations(one.sizes)
         states, kept = 16 * job.parameters, job.L * cost.textbook_activations(one.sizes)
-        rows.append([name, plan.size(layer), plan.size(states), plan.size(states + kept),
+        rows.append([name, search.size(layer), search.size(states), search.size(states + kept),
                      plan.tree(job, A100, cards)[-1][3:].partition(":")[0]])
     lesson.table(["model", "one layer", "P + G + O", "and A", "so"], rows)
 
@@ -48,13 +49,13 @@ def the_search(lesson):
                    why="with tp=8 the all_reduces cost more than the shorter pipeline saves",
                    mistakes={8: "as in the papers; here 0.3 s slower", 1: "it does not fit"})
     for name, job, cards in ASKED:
-        (best, first), *others = plan.plans(job, A100, cards, 8)
+        (best, first), *others = search.plans(job, A100, cards)
         held = estimate.held(first)
-        lesson.say(f"{name}: {plan.spelled(first)}")
+        lesson.say(f"{name}: {first}")
         lesson.say(f"   {best.all:.3g} s, MFU {estimate.mfu(first, A100, best.all):.0%}, holds "
-                   f"{plan.size(held.all)}, {plan.size(held.A)} of it A")
+                   f"{search.size(held.all)}, {search.size(held.A)} of it A")
         for took, other in others[1:3]:
-            lesson.fill(f"   not {plan.spelled(other)}: {plan.lost(took, best)}", "     ")
+            lesson.fill(f"   not {other}: {plan.lost(took, best)}", "     ")
 
 
 def heavy_traffic(lesson):
@@ -63,9 +64,9 @@ def heavy_traffic(lesson):
     Three answers, for 1B parameters on 8 cards, each in a node of its own: hide them behind the
     backward, send less of them, or put the cards where the wire is fast."""
     job = replace(ONE, dp=8, rows=1)
-    took = estimate.seconds(job, replace(A100, network=1.25e9))
+    took = replace(A100, network=1.25e9).seconds(job)
     back = 2 / 3 * (took.products + took.memory)
-    fast = estimate.seconds(job, replace(A100, network=A100.node))
+    fast = replace(A100, network=A100.node).seconds(job)
     shapes = [(4 * ONE.D, ONE.D)] * (3 * ONE.L)
     plain = cost.Group(8).all_reduce(sum(a * b for a, b in shapes), 4).bytes
     lesson.predict("8 cards on 10 Gbit/s, 4.4 GB of gradients: how long must a backward be to hide "
@@ -96,8 +97,8 @@ def prove(lesson):
             worst[name] = max(worst.get(name, 0), kit.difference(np.array(found), np.array(wanted)))
     for name, error in worst.items():
         lesson.check(name, error, 1e-12)
-    errors = [abs(estimate.seconds(run.job, A100).all / run.seconds - 1)
-              for run in estimate.RUNS[1::2]]
+    errors = [abs(A100.seconds(run.job).all / run.seconds - 1)
+              for run in RUNS[1::2]]
     lesson.check("published steps, median", statistics.median(errors), 0.10)
     lesson.check("published steps, worst", max(errors), 0.25)
     j = Job(96, 12288, 96, 51200, 2048, 64, tp=8, pp=8, v=3)
@@ -113,6 +114,7 @@ def layouts():
     for zero in (0, 1, 2, 3):
         yield replace(base, dp=4, zero=zero, again="blocks")
         yield replace(base, dp=3, tp=2, rows=1, zero=zero)
+        yield replace(base, dp=4, cp=2, ep=4, tp=2, zero=zero, experts=2e5, k=2)
     for pp, v, rows, B in ((2, 1, 1, 8), (3, 2, 2, 24), (3, 1, 2, 4), (2, 3, 1, 6)):
         yield replace(base, pp=pp, v=v, rows=rows, B=B, tp=2)
         yield replace(base, pp=pp, v=v, rows=rows, B=B, tp=3, sp=True, again="attention", count=7e5)
@@ -121,19 +123,24 @@ def layouts():
 def compared(job):
     """What is estimated, and the same from other lessons' formulas.  -> (name, found, wanted)"""
     held, m = estimate.held(job), job.B // (job.dp * job.rows)
-    mine = job.parameters / job.tp / job.pp
+    part, replicas = job.tp * job.pp, job.dp * job.cp
+    alike, apart = (job.parameters - job.experts) / part, job.experts / part / job.ep
+    mine = alike + apart
     gathered = 2 * mine / job.L if job.zero == 3 else 0
-    yield "P + G + O", held.P + held.G + held.O - gathered, cost.zero_memory(mine, job.dp, job.zero)
-    yield "P; O", [held.P - gathered, held.O], [
-        mine * 2 / (job.dp if job.zero == 3 else 1), mine * 12 / (job.dp if job.zero else 1)]
+    yield "P + G + O", held.P + held.G + held.O - gathered, (
+        cost.zero_memory(alike, replicas, job.zero)
+        + cost.zero_memory(apart, replicas // job.ep, job.zero))
+    own = alike / replicas + apart / (replicas / job.ep)
+    yield "P; O", [held.P - gathered, held.O], [2 * (own if job.zero == 3 else mine),
+                                                12 * (own if job.zero else mine)]
     one = cost.textbook_activations(job.sizes, job.tp, job.sp, job.again) * job.L / job.pp
     alive = min(job.pp, m) * (1 if job.v == 1 else 1 + (job.pp - 1) / (job.pp * job.v))
     scores = 4 * job.rows * job.T * job.V / job.tp if job.pp == 1 else 0
     again = 34 * job.rows * job.T * job.D / job.tp if job.again == "blocks" else 0
-    yield "A", held.A, alive * one + scores + again
+    yield "A", held.A, (alive * one + scores + again) / job.cp
     yield "bubble of the ideal", estimate.bubble(job), (job.pp - 1) / job.v / m
     twice = {0: 8, 1: 6, 2: 6 * m, 3: 8 * m}[job.zero]
-    yield "bytes to replicas", estimate.sent_to_replicas(job), mine * twice * (1 - 1 / job.dp)
+    yield "bytes to replicas", estimate.sent_to_replicas(job), twice * (mine - own)
 
 
 @kit.breaks(estimate, "held")
@@ -155,9 +162,9 @@ def of_the_total(job):
 
 def draw(figure):
     axes = figure.subplots()
-    for name, some in ("fitted", estimate.RUNS[::2]), ("tried", estimate.RUNS[1::2]):
+    for name, some in ("fitted", RUNS[::2]), ("tried", RUNS[1::2]):
         axes.loglog([run.seconds for run in some],
-                    [estimate.seconds(run.job, A100).all for run in some], "o", label=name)
+                    [A100.seconds(run.job).all for run in some], "o", label=name)
     axes.plot([1, 120], [1, 120], "k-", lw=0.5)
     axes.set(xlabel="measured and published (s)", ylabel="estimated (s)", title="steps on A100")
     axes.legend()

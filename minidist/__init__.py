@@ -16,8 +16,9 @@
                                      recompute offload precision compress
     the whole                        step parallel verify ledger trace checkpoint storage
                                      progress flags files models resume replicas pairs
-                                     estimate
+                                     estimate machine published search request
     commands                         train sample plan simulate dryrun doctor fuzz sweep recorder
+                                     calibrate trial
 
 engine, ranks and cost know nothing of each other; collectives builds on ranks and cost; techniques
 build on all of these and never on one another.  Importing this package sets one BLAS thread per

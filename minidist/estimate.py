@@ -1,23 +1,33 @@
 """Estimate: how long a training step takes on how many cards, and what each of them holds.
 
-    Job     a model, a batch, and how it is spread: tp, pp in v chunks, dp, ZeRO, recomputation
-    Card    memory, FLOP/s, bandwidths of its memory, its node and the network
+    Job     a model, a batch, and how it is spread: tp, cp, pp in v chunks, dp, ep of it, ZeRO,
+            recomputation
+    Card    memory, FLOP/s, bandwidths of its memory, its node and the network, as on a data sheet
 
-    seconds = (1 + bubble) (FLOPs / (e1 peak) + bytes moved / (e2 memory) + tp bytes / (e3 node))
-              + pipeline and dp bytes / network
+    seconds = (1 + bubble) (FLOPs / (e1 peak) + bytes moved / (e2 memory) + tp bytes / (e3 node)
+              + cp bytes beyond what attention hides, ep bytes) + pipeline and dp bytes / network
 
 e1, e2, e3 are the shares of a data sheet's figures that training reaches; they are fitted to every
-second one of the published runs, and tried on the others: `python -m minidist.plan --published`.
-Nothing is hidden behind anything: what overlaps is in the three shares.
+second one of the published steps, and tried on the others: see minidist.published. Nothing else is
+hidden behind anything: what overlaps is in the three shares.
 
-Lesson: python -m lessons.walls
+Lesson: python -m lessons.plan
 """
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
-
 from minidist import cost
+
+
+class Shares(NamedTuple):
+    """What training reaches of a data sheet: of FLOP/s, of memory's and of a node's bandwidth."""
+    products: float
+    memory: float
+    node: float
+
+
+A100 = Shares(0.615, 1.206, 0.723)            # memory: fused kernels move less than layers keep
+H100 = Shares(0.565, 1.075, 1.0)
 
 
 @dataclass(frozen=True)
@@ -29,13 +39,31 @@ class Card:
     hbm: float
     node: float
     network: float
+    per_node: int = 8           # cards on the fast link
+    shares: Shares = A100
+    shortest = 2048             # tokens of a row that are worth a rank of cp
+    counted = False             # is this minidist itself?
+
+    def seconds(self, job):
+        return seconds(job, self, self.shares)
+
+    def held(self, job):
+        return held(job)
+
+    def kept(self, job):
+        """Bytes that a layer keeps of a micro-batch."""
+        return cost.textbook_activations(job.sizes)
+
+    def sent(self, job):
+        return dict(tp=sent_in_layers(job), cp=sent_around(job), ep=sent_to_experts(job),
+                    pp=sent_to_stages(job), dp=sent_to_replicas(job))
 
 
 CARDS = {card.name: card for card in (
     Card("v100", 32e9, 125e12, 0.9e12, 150e9, 12.5e9),
     Card("a100", 80e9, 312e12, 2.0e12, 300e9, 25e9),
-    Card("h100", 80e9, 989.4e12, 3.35e12, 450e9, 50e9),
-    Card("h200", 141e9, 989.4e12, 4.8e12, 450e9, 50e9))}
+    Card("h100", 80e9, 989.4e12, 3.35e12, 450e9, 50e9, shares=H100),
+    Card("h200", 141e9, 989.4e12, 4.8e12, 450e9, 50e9, shares=H100))}
 
 
 @dataclass(frozen=True)
@@ -56,11 +84,31 @@ class Job:
     zero: int = 0
     sp: bool = False
     again: str | None = None    # what is recomputed: "blocks", "attention"
+    cp: int = 1
+    ep: int = 1                 # ranks, of those of dp and cp, that share the experts
+    K: int = 0                  # key heads; 0: as many as heads
+    wide: int = 0               # of all heads together; 0: the model's width
+    experts: float = 0          # of the parameters: in experts that tokens are sent to
+    active: float = 0           # parameters that a token meets; 0: all
+    k: int = 0                  # experts that a token is sent to
+    tiled: bool = False         # attention in tiles, which keeps and moves no T x T matrix
+    hidden: bool = False        # gradients travel while the last micro-batch runs backward, and
+                                # ZeRO's parameters while the first one runs forward
+
+    def __str__(self):
+        """Name the plan: 'dp=4 x tp=8, ZeRO 1, recompute attention, 2 rows at a time'"""
+        axes = [f"{name}={getattr(self, name)}" for name in ("dp", "ep", "pp", "cp", "tp")
+                if getattr(self, name) > 1]
+        parts = [" x ".join(axes) or "one card"] + [f"{self.v} chunks"] * (self.v > 1)
+        parts += [f"ZeRO {self.zero}"] * (self.zero > 0)
+        parts += [f"recompute {self.again}"] * bool(self.again)
+        return ", ".join([*parts, f"{self.rows} row{'s' * (self.rows > 1)} at a time"])
 
     @property
     def sizes(self):
         """As cost takes them, of one micro-batch."""
-        return cost.Sizes(B=self.rows, T=self.T, D=self.D, H=self.H, V=self.V, L=self.L, w=2)
+        return cost.Sizes(B=self.rows, T=self.T, D=self.D, H=self.H, K=self.K or None, V=self.V,
+                          L=self.L, w=2)
 
     @property
     def parameters(self):
@@ -68,11 +116,31 @@ class Job:
 
     @property
     def cards(self):
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     @property
     def microbatches(self):
         return self.B // (self.dp * self.rows)
+
+    @property
+    def layers(self):
+        """Layers of the longest stage."""
+        return -(-self.L // self.pp)
+
+    @property
+    def tokens(self):
+        """Tokens of a step that one card works on."""
+        return self.B * self.T / self.dp / self.cp
+
+    @property
+    def mine(self):
+        """Parameters that one card works with."""
+        return (self.parameters - self.experts + self.experts / self.ep) / (self.tp * self.pp)
+
+    @property
+    def divided(self):
+        """Parameters that one card is responsible for: those that replicas share, among them."""
+        return self.parameters / self.cards
 
 
 class Seconds(NamedTuple):
@@ -80,6 +148,8 @@ class Seconds(NamedTuple):
     products: float
     memory: float
     tp: float
+    cp: float
+    ep: float
     bubble: float
     pp: float
     dp: float
@@ -88,37 +158,36 @@ class Seconds(NamedTuple):
     def all(self):
         return sum(self)
 
-
-class Shares(NamedTuple):
-    """What training reaches of a data sheet: of FLOP/s, of memory's and of a node's bandwidth."""
-    products: float
-    memory: float
-    node: float
-
-
-FITTED = Shares(0.615, 1.206, 0.723)          # memory: fused kernels move less than layers keep
+    @property
+    def working(self):
+        """Without waiting: what all micro-batches take on a stage."""
+        return sum(self[:5])
 
 
 def model_flops(job):
     """FLOPs of the products of a step, none of them repeated: 6 per weight and token."""
     if not job.count:
         return cost.gpt_flops(replace(job.sizes, B=job.B))
-    weights = job.count - job.V * job.D                     # words are looked up, not multiplied
-    return job.B * job.T * (6 * weights + 12 * job.L * job.D * job.T)
+    weights = (job.active or job.count) - job.V * job.D    # words are looked up, not multiplied
+    return job.B * job.T * (6 * weights + 12 * job.L * (job.wide or job.D) * job.T)
+
+
+def attention_flops(job):
+    """FLOPs of queries times keys and weights times values, forward."""
+    return 4 * job.B * job.T * job.L * (job.wide or job.D) * job.T
 
 
 def flops(job):
     """FLOPs of the products of a step, those that are repeated included."""
-    layers = job.L * (24 * job.D ** 2 + 4 * job.D * job.T)
-    again = {"blocks": layers, "attention": 4 * job.L * job.D * job.T}.get(job.again, 0)
-    return model_flops(job) + job.B * job.T * again
+    layers = model_flops(job) / 3 - 2 * job.B * job.T * job.V * job.D
+    return model_flops(job) + {"blocks": layers, "attention": attention_flops(job)}.get(
+        job.again, 0)
 
 
 def moved(job):
     """Bytes that one card's memory moves in a step, beside those of products: what layers keep."""
-    tokens = job.B * job.T / job.dp * job.L / job.pp
-    kept = 10 * job.D + (24 * job.D + 5 * job.H * job.T) / job.tp
-    return tokens * kept * (4 if job.again == "blocks" else 3)
+    kept = 10 * job.D + (24 * job.D + 5 * job.H * job.T * (not job.tiled)) / job.tp
+    return job.tokens * job.layers * kept * (4 if job.again == "blocks" else 3)
 
 
 def bubble(job):
@@ -128,31 +197,48 @@ def bubble(job):
 
 def sent_in_layers(job):
     """Bytes that one card sends in its node: all_reduces of tp, six a layer with recomputation."""
-    tokens = job.B * job.T / job.dp * job.L / job.pp
-    return tokens * job.D * 2 * (6 if job.again == "blocks" else 4) * 2 * (job.tp - 1) / job.tp
+    times = 6 if job.again == "blocks" else 4
+    return job.tokens * job.layers * job.D * 2 * times * 2 * (job.tp - 1) / job.tp
+
+
+def sent_around(job):
+    """Bytes that one card sends around cp's ring: keys, values, and their gradients on the way."""
+    times = 4 if job.again == "blocks" else 3
+    return job.tokens * job.layers * job.sizes.kv / job.tp * 2 * times * (job.cp - 1)
+
+
+def sent_to_experts(job):
+    """Bytes that one card sends to experts and back: forward, backward, no layer without any."""
+    return job.tokens * job.layers * job.k * job.D * 2 * 4 * (job.ep - 1) / job.ep
 
 
 def sent_to_stages(job):
     """Bytes that one card sends over the borders of its stages, activations and gradients."""
-    return (job.pp > 1) * 2 * job.microbatches * job.v * job.rows * job.T * job.D * 2 / job.tp
+    return (job.pp > 1) * 2 * job.v * job.tokens * job.D * 2 / job.tp
 
 
 def sent_to_replicas(job):
     """Bytes that one card sends for dp: float32 gradients; parameters of 16 bits with ZeRO."""
-    mine, share = job.parameters / (job.tp * job.pp), (job.dp - 1) / job.dp
+    others = job.mine - job.divided
     if job.zero == 3:
-        return share * mine * job.microbatches * (2 + 2 + 4)
-    return share * mine * (2 * 4 if job.zero == 0 else 4 + 2) * (
+        return others * job.microbatches * (2 + 2 + 4)
+    return others * (2 * 4 if job.zero == 0 else 4 + 2) * (
         job.microbatches if job.zero == 2 else 1)
 
 
-def seconds(job, card, shares=FITTED):
+def seconds(job, card, shares):
     """Predict a step.  -> Seconds"""
-    products = flops(job) / job.cards / card.peak / shares.products
+    fast, longest = card.node * shares.node, job.layers * job.pp / job.L
+    products = longest * flops(job) / job.cards / card.peak / shares.products
     memory = moved(job) / card.hbm / shares.memory
-    tp = sent_in_layers(job) / card.node / shares.node
-    return Seconds(products, memory, tp, bubble(job) * (products + memory + tp),
-                   sent_to_stages(job) / card.network, sent_to_replicas(job) / card.network)
+    tp = sent_in_layers(job) / fast
+    hidden = 3 * longest * attention_flops(job) / job.cards / card.peak / shares.products
+    cp = sent_around(job) / (fast if job.tp * job.cp <= card.per_node else card.network)
+    ep = sent_to_experts(job) / (fast if job.tp * job.ep <= card.per_node else card.network)
+    inside = [products, memory, tp, max(0, cp - hidden), ep]
+    dp = sent_to_replicas(job) / card.network
+    dp = max(0, dp - sum(inside) / job.microbatches) if job.hidden else dp
+    return Seconds(*inside, bubble(job) * sum(inside), sent_to_stages(job) / card.network, dp)
 
 
 def mfu(job, card, step):
@@ -176,64 +262,14 @@ class Held(NamedTuple):
 
 def held(job, state=(2, 2, 12)):
     """What the fullest card holds at its peak: the first stage, or the only one."""
-    mine, (p, g, o) = job.parameters / (job.tp * job.pp), state
-    share = [1 / job.dp if job.zero >= stage else 1 for stage in (3, 2, 1)]
-    layer = cost.textbook_activations(job.sizes, job.tp, job.sp, job.again)
+    mine, (p, g, o) = job.mine, state
+    share = [job.divided / mine if job.zero >= stage else 1 for stage in (3, 2, 1)]
+    layer = cost.textbook_activations(job.sizes, job.tp, job.sp,
+                                      job.again or (job.tiled and "attention"))
     alive = min(job.pp, job.microbatches) * (1 + (job.pp - 1) / (job.pp * job.v) * (job.v > 1))
-    layers = job.L / job.pp * layer * alive
+    layers = job.layers * layer * alive
     one = 34 * job.rows * job.T * job.D / job.tp if job.again == "blocks" else 0
     words = 4 * job.rows * job.T * job.V / job.tp * (job.pp == 1)
     gathered = 2 * mine / job.L * (job.zero == 3)
     return Held(share[0] * p * mine + gathered, share[1] * g * mine, share[2] * o * mine,
-                layers + one + words)
-
-
-# === Published runs, all on A100 with 80 GB ===
-
-class Run(NamedTuple):
-    """A step that somebody has measured."""
-    source: str
-    job: Job
-    seconds: float
-
-
-def _megatron(H, D, L, tp, pp, cards, B, rows, v, tflops):
-    """Narayanan et al. 2021, table 1; micro-batches and chunks from the script that was released.
-
-    The paper prints a rate: with recomputation, over all cards."""
-    job = Job(L, D, H, 51200, 2048, B, tp=tp, pp=pp, dp=cards // (tp * pp), v=v, rows=rows,
-              again="blocks")
-    return Run("Narayanan 2021", job, flops(job) / (cards * tflops * 1e12))
-
-
-def _korthikanti(H, D, L, pp, v, B, rows, full, selective):
-    """Korthikanti et al. 2022, table 5: everything recomputed; then attention, with sp."""
-    job = Job(L, D, H, 51200, 2048, B, tp=8, pp=pp, v=v, rows=rows, again="blocks")
-    return [Run("Korthikanti 2022", job, full),
-            Run("Korthikanti 2022", replace(job, sp=True, again="attention"), selective)]
-
-
-RUNS = [_megatron(*row) for row in (
-    (24, 2304, 24, 1, 1, 32, 512, 16, 1, 137), (32, 3072, 30, 2, 1, 64, 512, 16, 1, 138),
-    (32, 4096, 36, 4, 1, 128, 512, 16, 1, 142), (48, 6144, 40, 8, 1, 256, 1024, 8, 1, 135),
-    (64, 8192, 48, 8, 2, 512, 1536, 4, 1, 138), (80, 10240, 60, 8, 4, 1024, 1792, 2, 3, 140),
-    (96, 12288, 80, 8, 8, 1536, 2304, 2, 2, 148), (128, 16384, 96, 8, 16, 1920, 2160, 1, 2, 155),
-    (128, 20480, 105, 8, 35, 2520, 2520, 1, 3, 163),
-    (160, 25600, 128, 8, 64, 3072, 3072, 1, 1, 163))]
-RUNS += [run for row in (
-    (64, 6144, 48, 1, 1, 4, 4, 1.42, 1.10), (96, 12288, 96, 8, 3, 64, 1, 18.13, 13.75),
-    (128, 20480, 105, 35, 3, 280, 1, 49.05, 37.83), (160, 25600, 128, 64, 1, 512, 1, 94.42, 71.49))
-    for run in _korthikanti(*row)]
-RUNS += [Run("Smith 2022", Job(105, 20480, 128, 51200, 2048, 1920, tp=8, pp=35, dp=cards // 280,
-                               again="blocks"), step)
-         for cards, step in ((2240, 60.1), (2800, 50.2), (3360, 44.4))]
-
-
-def fit(runs, card=CARDS["a100"]):
-    """Find the three shares with which the relative errors are smallest.  -> Shares"""
-    rows, rest = [], []
-    for _, job, took in runs:
-        ideal = seconds(job, card, Shares(1, 1, 1))
-        rows.append([(1 + bubble(job)) * part / took for part in ideal[:3]])
-        rest.append(1 - (ideal.pp + ideal.dp) / took)
-    return Shares(*(1 / np.linalg.lstsq(np.array(rows), np.array(rest), rcond=None)[0]).tolist())
+                (layers + one + words) / job.cp)

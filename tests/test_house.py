@@ -23,14 +23,16 @@ ROOMS["bench"] = ROOMS["command"] | {"command"}
 TOP = {"meeting": "mesh mappings placement buckets schedules",
        "technique": "dp zero tp sp pp flash cp ulysses moe ep recompute offload precision compress",
        "whole": "step parallel verify ledger trace checkpoint storage progress flags files "
-                "models resume replicas pairs estimate",
-       "command": "train sample plan simulate dryrun doctor fuzz sweep recorder"}
+                "models resume replicas pairs estimate machine published search "
+                "request",
+       "command": "train sample plan simulate dryrun doctor fuzz sweep recorder "
+                  "calibrate trial"}
 FOLDERS = ["engine", "ranks", "collectives", "cost", "bench"]
 PAIRED = [*TOP["technique"].split(), "collectives.ring", "collectives", "mesh", "schedules",
           "checkpoint", "plan"]
 LESSONS_TO_COME = set()
 PRINTS = {"train", "sample", "progress", "files", "fuzz", "sweep", "doctor", "simulate", "dryrun",
-          "plan", "mesh"}                                                #  and all of bench
+          "plan", "mesh", "calibrate"}                                   #  and all of bench
 BUILDS_ON = {"zero": {"dp"},           # ZeRO is data parallelism, held once
              "cp": {"flash", "ulysses"},     # a ring passes tiles around; ulysses is a method of cp
              "ep": {"moe"}}         # the experts of a mixture, shared out

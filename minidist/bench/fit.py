@@ -9,6 +9,7 @@ import numpy as np
 
 from minidist.collectives.choice import ALPHA, AUTOMATIC, BETA, GAMMA, chosen
 from minidist.cost.messages import terms
+from minidist.published import not_negative
 
 FIXED = {"alpha": ALPHA, "beta": BETA, "gamma": GAMMA}
 
@@ -24,18 +25,6 @@ def fit(rows):
     constants = not_negative(matrix / times[:, None], np.ones(len(rows)))
     error = np.median(abs(matrix @ constants / times - 1))
     return {**dict(zip(FIXED, map(float, constants))), "error": float(error)}
-
-
-def not_negative(matrix, target):
-    """Least squares; constants that would be negative are zero."""
-    constants, free = np.zeros(matrix.shape[1]), list(range(matrix.shape[1]))
-    while free:
-        found = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
-        if (found >= 0).all():
-            constants[free] = found
-            break
-        free.pop(int(np.argmin(found)))
-    return constants
 
 
 def report(fit, rows):

@@ -51,8 +51,8 @@ def parser():
                    help="sequences per step, over all ranks (default 8)")
     p.add_argument("--ranks", metavar="P,P",
                    help="default 1,2,4; with --pp, --tp or --cp: 1 and as many as they need")
-    p.add_argument("--microbatches", type=flags.integer(1), default=8, metavar="M",
-                   help="of a pipeline (default 8); without --pp a step is one piece")
+    p.add_argument("--microbatches", type=flags.integer(1), metavar="M",
+                   help="pieces of a step (default 8 with --pp, else 1)")
     p.add_argument("--steps", type=flags.integer(1), default=3, metavar="N",
                    help="steps per job that count (default 3)")
     p.add_argument("--rounds", type=flags.integer(1), default=2, metavar="N",
@@ -95,7 +95,7 @@ def task(args):
 
 def pieces(args):
     """How many micro-batches a step has."""
-    return args.microbatches if (args.pp or 1) > 1 else 1
+    return args.microbatches or (8 if (args.pp or 1) > 1 else 1)
 
 
 def ours(args, ranks):
@@ -120,7 +120,7 @@ def theirs(args, ranks):
 
 def passed_on(args, ranks):
     """Write down the flags of a job; one rank alone has nothing to spread."""
-    names = [*MODEL, "batch", "steps", "microbatches"] + SPREAD * (ranks > 1)
+    names = [*MODEL, "batch", "steps"] + [*SPREAD, "microbatches"] * (ranks > 1)
     given = {name: getattr(args, name) for name in names}
     return [word for name, value in given.items() if value is not None
             for word in ("--" + name.replace("_", "-"), str(value))]
@@ -180,7 +180,7 @@ def wanted(args):
             raise BadInput(f"--ranks {args.ranks}: {ranks} ranks are no multiple of the {needed} "
                            "that the other flags ask for")
     if pieces(args) > args.batch:
-        raise BadInput(f"{args.batch} sequences do not fill {args.microbatches} micro-batches; use "
+        raise BadInput(f"{args.batch} sequences do not fill {pieces(args)} micro-batches; use "
                        f"--microbatches 1 to {args.batch}")
     gpt.preset(args.preset, vocab=1)
     return counts

@@ -258,7 +258,7 @@ def activations(rank, targets=None):
         A += experts.kept(sizes, share.hidden, sum(rank.routed(0, layer)[1]), layout.ep > 1)
         A -= sizes.N * (sizes.D + 2 * share.hidden) * sizes.w
     if layout.recompute == "attention":
-        A -= sizes.L * core(sizes, share)
+        A -= sizes.L * (core(sizes, share) + places)
     if layout.recompute not in ("blocks", "sqrt"):
         return A, A
     every = 1 if layout.recompute == "blocks" else math.ceil(math.sqrt(sizes.L))

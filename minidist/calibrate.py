@@ -1,0 +1,137 @@
+"""Calibrate: measure what this machine takes for what minidist.cost counts.
+
+    small GPTs, forward and backward, on all ranks at once   ->  flop, byte, weight, layer
+    the optimizer                                            ->  update
+    all_reduces of 1 KB to 4 MB                              ->  message, wire
+
+Run:    python -m minidist.plan --calibrate here.json
+Lesson: python -m lessons.plan
+"""
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from minidist import BadInput, cost, ledger, parallel, placement
+from minidist.collectives import all_reduce, chosen
+from minidist.engine import gpt
+from minidist.engine.data import Batch
+from minidist.engine.optim import AdamW
+from minidist.estimate import Job
+from minidist.machine import Machine, work, written
+from minidist.mesh import DeviceMesh
+from minidist.published import not_negative
+from minidist.ranks import environment, launch
+
+PROBES = [(layers, width, context, rows) for width in (192, 384) for context, rows in (
+    (128, 1), (128, 8), (256, 1), (256, 4)) for layers in (1, 2)]
+LENGTHS = [1 << n for n in (8, 12, 14, 16, 18, 20)]              # numbers of 4 bytes
+SECONDS = 1.0                                                    # for each measurement
+
+
+def measure(ranks):
+    """Start so many ranks, and let them measure.  -> Machine; BadInput"""
+    argv = launch.command(ranks, [sys.executable, "-m", "minidist.calibrate"])
+    done = subprocess.run(argv, text=True, stdout=subprocess.PIPE,
+                          env={**environment.SETTINGS, **os.environ})
+    if done.returncode:
+        raise BadInput(f"the ranks that were to measure ended with status {done.returncode}; see "
+                       "python -m minidist.doctor")
+    return Machine(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def main():
+    """Be one of the ranks that measure; rank 0 prints what was found."""
+    world = parallel.running()
+    found = look(world)
+    if world.rank == 0:
+        print(json.dumps(written(found)))
+
+
+def look(world):
+    """Measure, all ranks at once.  Collective  -> Machine"""
+    flop, byte, weight, layer = fit(*zip(*(passes(world, *probe) for probe in PROBES)))
+    message, wire = fit(*zip(*(exchange(world, n) for n in LENGTHS)))
+    return Machine(world.size, ledger.memory() / world.size, flop, byte, weight, layer,
+                   update(world), message, wire)
+
+
+def told(machine):
+    """Say what was found.  -> lines"""
+    return [f"{machine.ranks} ranks at once, each with {machine.memory / 1e9:.1f} GB",
+            f"products   {1e-9 / machine.flop:8.1f} GFLOP/s",
+            f"kept       {1e-9 / machine.byte if machine.byte else 0:8.1f} GB/s, bytes that layers "
+            "keep and backward reads",
+            f"weights    {1e-9 / machine.weight if machine.weight else 0:8.1f} GB/s, those that a "
+            "pass goes through",
+            f"layer      {1e6 * machine.layer:8.0f} us, whatever its size",
+            f"update     {1e9 * machine.update:8.2f} ns, norm and AdamW, of a parameter",
+            f"message    {1e6 * machine.message:8.0f} us",
+            f"wire       {1e-9 / machine.wire if machine.wire else 0:8.1f} GB/s"]
+
+
+def fit(rows, times):
+    """Find constants with which the relative errors are smallest.  -> [constant]"""
+    times = np.array(times)
+    return not_negative(np.array(rows) / times[:, None], np.ones(len(times))).tolist()
+
+
+def clocked(world, run):
+    """Let all ranks do the same at once, for a second or so.  -> least seconds, of the slowest rank
+
+    Noise only adds; the first time warms up, and says how often a second has room for."""
+    laps, turns = [], 2
+    while len(laps) < turns:
+        world.barrier()
+        start = time.perf_counter()
+        run()
+        laps.append(time.perf_counter() - start)
+        if len(laps) == 2:
+            slowest = float(all_reduce(np.array(laps[1:]), world, op="max")[0])
+            turns += min(100, max(4, int(SECONDS / slowest)))
+    return float(all_reduce(np.array([min(laps[1:])]), world, op="max")[0])
+
+
+def passes(world, layers, width, context, rows):
+    """Measure forward and backward of a small GPT.  -> what it computes, seconds"""
+    config = gpt.GPTConfig(vocab=64, context=context, width=width, heads=width // 64,
+                           layers=layers)
+    model = gpt.GPT(config, dtype=np.float32)
+    batch = Batch.of(*np.arange(2 * rows * context).reshape(2, rows, context) % 64, step=0)
+
+    def run():
+        model.zero_grad()
+        model(batch).backward()
+
+    job = Job(layers, width, config.heads, 64, context, rows, rows=rows)
+    return work(job)[:4], clocked(world, run)
+
+
+def exchange(world, n):
+    """Measure an all_reduce of n numbers.  -> messages and bytes, seconds"""
+    x = np.ones(n, np.float32)
+    took = clocked(world, lambda: all_reduce(x, world, out=x))
+    return cost.Group(world.size, world.rank, chosen).all_reduce(n, 4)[1:], took
+
+
+def update(world):
+    """Measure norm and optimizer.  -> seconds per parameter"""
+    model = gpt.GPT(gpt.GPTConfig(vocab=64, context=64, width=384, heads=6, layers=2),
+                    dtype=np.float32)
+    params, alone = model.parameters(), DeviceMesh(world.split(world.rank))
+    for p in params:
+        p.grad = np.ones_like(p.data)
+    optimizer = AdamW(params, 1e-4)
+
+    def run():
+        placement.grad_norm(params, alone)
+        optimizer.step(1.0)
+
+    return clocked(world, run) / sum(p.size for p in params)
+
+
+if __name__ == "__main__":
+    launch.run(main)
