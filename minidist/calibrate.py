@@ -62,15 +62,18 @@ def look(world):
 def told(machine):
     """Say what was found.  -> lines"""
     return [f"{machine.ranks} ranks at once, each with {machine.memory / 1e9:.1f} GB",
-            f"products   {1e-9 / machine.flop:8.1f} GFLOP/s",
-            f"kept       {1e-9 / machine.byte if machine.byte else 0:8.1f} GB/s, bytes that layers "
-            "keep and backward reads",
-            f"weights    {1e-9 / machine.weight if machine.weight else 0:8.1f} GB/s, those that a "
-            "pass goes through",
+            f"products   {billions(machine.flop):8.1f} GFLOP/s",
+            f"kept       {billions(machine.byte):8.1f} GB/s, what layers keep and backward reads",
+            f"weights    {billions(machine.weight):8.1f} GB/s, those that a pass goes through",
             f"layer      {1e6 * machine.layer:8.0f} us, whatever its size",
             f"update     {1e9 * machine.update:8.2f} ns, norm and AdamW, of a parameter",
             f"message    {1e6 * machine.message:8.0f} us",
-            f"wire       {1e-9 / machine.wire if machine.wire else 0:8.1f} GB/s"]
+            f"wire       {billions(machine.wire):8.1f} GB/s"]
+
+
+def billions(seconds):
+    """How many billions a second, if one takes so long."""
+    return 1e-9 / seconds if seconds else float("inf")
 
 
 def fit(rows, times):

@@ -39,7 +39,7 @@ class Machine:
 
     @property
     def peak(self):
-        return 1 / self.flop
+        return 1 / self.flop if self.flop else float("inf")
 
     def seconds(self, job):
         return seconds(job, self)
