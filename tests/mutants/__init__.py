@@ -1,6 +1,6 @@
 """Plausible mistakes in the functions that readers write: the lesson's proof must notice each.
 
-    python -m tests.mutants             how many of each lesson's are caught
+    python -m tests.mutants             how many of each lesson's are caught, what is right passes
     python -m tests.mutants ring        each of one lesson's, and what catches it
 
 A table per lesson, in the file of its name: {function: [(text of its source, what is there
@@ -48,17 +48,17 @@ def read(lesson):
     return script.read(import_module(f"lessons.{lesson}").SCREENS)
 
 
-def caught(lesson, *changes):
+def caught(lesson, *changes, sizes=SIZES):
     """Let changed functions take the library's place.  -> what the lesson's proof says of it
 
     changes: (function, old, new). The proof runs as --mine runs it, but ends at the first thing
-    that is wrong: "" if nothing is"""
+    that is wrong: "" if nothing is on any of these numbers of ranks"""
     plan = read(lesson)
     exercise = {f.__name__: f for f in plan.exercise}
     replaced = [(inspect.getmodule(exercise[name]), name, changed(exercise[name], old, new))
                 for name, old, new in changes]
     with substitute.patched(*replaced):
-        for ranks in [1] if plan.alone else SIZES:
+        for ranks in [1] if plan.alone else sizes:
             if found := proof(plan, ranks).failed:
                 return f"{ranks} ranks: {found[0]}"
     return ""

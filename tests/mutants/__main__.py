@@ -1,4 +1,6 @@
-"""Show how many mutants the lessons' proofs catch.  See the package's docstring."""
+"""Show how many mutants the lessons' proofs catch, and that they pass other right solutions.
+
+See the package's docstring."""
 import sys
 import time
 import warnings
@@ -8,8 +10,9 @@ from tests import mutants
 
 
 def main(names):
-    """Print a row per lesson, or per mutant of one lesson; status 1 if one was not caught."""
-    rows, missed = [], []
+    """Print a row per lesson, or per mutant of one lesson; status 1 if one was not caught,
+    or a right solution was."""
+    rows, missed, refused = [], [], []
     for name in names or mutants.lessons():
         start, found = time.perf_counter(), {}
         for mutant in mutants.table(name):
@@ -17,6 +20,8 @@ def main(names):
             if names:
                 show(mutant, found[mutant])
         missed += [(name, *mutant) for mutant, why in found.items() if not why]
+        refused += [(name, why) for row in mutants.right(name)
+                    if (why := mutants.caught(name, *row))]
         good = sum(map(bool, found.values()))
         rows.append([name, len({mutant[0] for mutant in found}), len(found), good,
                      f"{good / len(found):.0%}", f"{time.perf_counter() - start:.1f} s"])
@@ -24,7 +29,9 @@ def main(names):
     print(*tables.table(["lesson", "functions", "mutants", "caught", "", ""], rows), sep="\n")
     for name, function, old, new in missed:
         print(f"NOT CAUGHT  {name}.{function}: {old!r} -> {new!r}")
-    return 1 if missed else 0
+    for name, why in refused:
+        print(f"RIGHT, BUT NOT PASSED  {name}: {why}")
+    return 1 if missed or refused else 0
 
 
 def show(mutant, why):
