@@ -124,7 +124,7 @@ def prove(lesson):
                                num_microbatches=2)
         lesson.verdict(verdict, f"the same training, {name}")
     with comm.counting() as start:
-        model = bucketed(setting.model(), mesh)
+        model = bucketed(setting.shallow(), mesh)
     model.algorithm = "ring"
     sent = [traffic(lesson, model, 1), traffic(lesson, model, 3)]
     everyone = np.array(lesson.collect([*(n for _, n in sent), start.bytes])).sum(0)
@@ -176,8 +176,8 @@ def no_broadcast(model, comm):
 
 
 def start_of(rank):
-    model = setting.model(dropout=0.1)
-    for p, other in zip(model.parameters(), setting.model(seed=rank).parameters()):
+    model = setting.shallow(dropout=0.1)
+    for p, other in zip(model.parameters(), setting.shallow(seed=rank).parameters()):
         p.data[...] = other.data
     return model
 

@@ -118,7 +118,7 @@ def trained(comm, stage=0, make=setting.ADAMW, tier=offload.Host, steps=2, passe
 
     -> model, optimizer, what has moved before the last step"""
     mesh = DeviceMesh(comm, dp=comm.size)
-    model = setting.model(dropout=0.1)
+    model = setting.shallow(dropout=0.1)
     model = zero.parallelize(model, mesh["dp"], stage) if stage else setting.cut(model, mesh, "dp")
     optimizer = parallel.equip(make(model.parameters()), model)
     if tier:

@@ -182,7 +182,7 @@ def crossing(sent_by_axis):
 def trained(comm):
     """Train on the cube and in one process.  -> the verdict's fields"""
     batches = [setting.words(6, t) for t in range(2)]
-    return setting.fields(verify.train(setting.model, setting.SGD, spread, mesh.DeviceMesh(
+    return setting.fields(verify.train(setting.shallow, setting.SGD, spread, mesh.DeviceMesh(
         comm, **CUBE), batches, num_microbatches=2))
 
 

@@ -85,7 +85,7 @@ def prove(lesson):
                  elsewhere.apart(comm, 0, momentum, offload.Host))
     lesson.check("ZeRO 3, AdamW, a file: as if it were here, bit for bit",
                  elsewhere.apart(comm, 3, setting.ADAMW, elsewhere.file()))
-    params, p = setting.model().parameters(), comm.size
+    params, p = setting.shallow().parameters(), comm.size
     pieces = [-(-x.size // p) for x in params]
     plain, split = elsewhere.moved(comm, 0), elsewhere.moved(comm, 3, passes=2)
     lesson.ledger(("elsewhere", "2 8 n", None, plain[0]),
@@ -96,7 +96,7 @@ def prove(lesson):
                   ("stage 3: written", "3 8 k", None, split[2]),
                   n=sum(x.size for x in params), k=sum(pieces), t=pieces[0], C=CHUNK)
     lesson.verdict(verify.train(
-        setting.model, setting.ADAMW, lambda model, mesh: zero.parallelize(model, mesh["dp"], 3),
+        setting.shallow, setting.ADAMW, lambda model, mesh: zero.parallelize(model, mesh["dp"], 3),
         setting.mesh(comm, "dp"), [setting.words(ROWS, t, ragged=True) for t in range(2)],
         equip=equip, max_norm=0.5), "the same training")
 

@@ -5,6 +5,7 @@
   code    minidist/pp.py, schedules.py
   run     mpirun -n 4 python -m lessons.pp         or: python -m lessons.pp -n 4
 """
+from functools import partial
 
 import numpy as np
 
@@ -145,7 +146,8 @@ def the_same_run(lesson):
         return model
 
     batches = [setting.text(4, step) for step in range(5)]
-    setting.same_training(lesson, setting.reader, spread, setting.mesh(lesson.comm, "pp"), batches)
+    setting.same_training(lesson, partial(setting.reader, layers=4), spread,
+                          setting.mesh(lesson.comm, "pp"), batches)
 
 
 @kit.breaks(pp, "place", first="for p")

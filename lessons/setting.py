@@ -28,9 +28,14 @@ def model(vocab=VOCAB, seed=0, dtype=np.float64, **changes):
     return GPT(preset("lesson", vocab, **changes), seed, dtype)
 
 
-def reader(context=CONTEXT, dropout=0.1):
+def shallow(**changes):
+    """The same with two layers, where two show what four would."""
+    return model(layers=2, **changes)
+
+
+def reader(context=CONTEXT, dropout=0.1, layers=2):
     """The same for real text, with dropout; its vocabulary rarely divides over the ranks."""
-    return model(corpus(context).vocab, context=context, dropout=dropout)
+    return model(corpus(context).vocab, context=context, dropout=dropout, layers=layers)
 
 
 def words(rows, step=0, ragged=False, seed=0, vocab=VOCAB):

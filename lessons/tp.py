@@ -101,7 +101,7 @@ def over_two_links(lesson):
                            if pair else None)
     if lesson.comm.size < 2:
         return lesson.say("One rank sends nothing. Start two or more to see what the link does.")
-    sent, runs = 2 * 9 * 2 * ROWS * 16 * 48 * 8 / 2, dict(zip(LINKS, found[0]))
+    sent, runs = 2 * 5 * 2 * ROWS * 16 * 48 * 8 / 2, dict(zip(LINKS, found[0]))
     lesson.table([f"two ranks, links {SLOWER} times slower", "on the wire, by the model",
                   "step, measured", "of it with the wire"],
                  [(name, kit.duration(sent * SLOWER / LINKS[name]), kit.duration(took),

@@ -74,7 +74,7 @@ def whole_for_a_moment(lesson):
 
     Stage 3, one step: how much is whole beyond my piece. While a part computes, the next one is on
     its way; the peak is two parts, and a bucket beside them, however many layers there are."""
-    model, points = timeline(lesson.comm)
+    model, points = timeline(lesson.comm, layers=4)
     shown = [points[i] for i in (0, 1, len(model.parts) - 1)]
     shown += [max(points, key=lambda point: point[1]["buckets"]), points[-1]]
     lesson.table(["point", "P in pieces", "gathered", "buckets", "G", "A"], [
@@ -91,7 +91,7 @@ def prove(lesson):
     back = buckets.gather([Flat(NUMBERS.shape, comm).cut(NUMBERS)], [np.empty(19)], comm)[0]
     lesson.check("gather: 19 numbers come home", kit.difference(back, NUMBERS))
     for stage, make in (1, setting.ADAMW), (2, setting.SGD), (3, setting.SGD), (3, setting.ADAMW):
-        verdict = verify.train(lambda: setting.model(dropout=0.1), make, spread(stage), mesh,
+        verdict = verify.train(lambda: setting.shallow(dropout=0.1), make, spread(stage), mesh,
                                [batch_at(t) for t in range(2)], num_microbatches=2,
                                max_norm=0.5, equip=lambda o, m, mesh: zero.attach(o, m))
         lesson.verdict(verdict, f"stage {stage}, {make.func.__name__}")
@@ -100,9 +100,9 @@ def prove(lesson):
                  max(0, max(held) - two_parts()) + held[-1])
     cases, p = ((1, 1), (1, 3), (2, 3), (3, 1)), comm.size
     sent = {(stage, m): sends(lesson, stage, m) for stage, m in cases}
-    params = setting.model().parameters()
+    params = setting.shallow().parameters()
     n = sum(p * -(-x.size // p) for x in params)
-    words = p * -(-setting.model().parameters()[0].size // p)
+    words = p * -(-setting.shallow().parameters()[0].size // p)
     lesson.ledger(("stage 1, all ranks", "(p-1) 8 (2n+p f)", None, sent[1, 1]),
                   ("stage 1, m = 3", "(p-1) 8 (2n+p f)", None, sent[1, 3]),
                   ("stage 2, m = 3", "(p-1) 8 (4n+3 p f)", None, sent[2, 3]),
@@ -179,24 +179,24 @@ def spread(stage):
     return lambda model, mesh: zero.parallelize(model, mesh["dp"], stage)
 
 
-def trained(comm, stage):
+def trained(comm, stage, layers=2):
     """Take a step.  -> model, optimizer"""
     mesh = DeviceMesh(comm, dp=comm.size)
-    model = spread(stage)(setting.model(), mesh)
+    model = spread(stage)(setting.model(layers=layers), mesh)
     optimizer = zero.attach(setting.ADAMW(model.parameters()), model)
     step.train_step(model, batch_at(0), optimizer)
     return model, optimizer
 
 
-def timeline(comm):
+def timeline(comm, layers=2):
     """Hold a step of stage 3 to the ledger.  -> model, points"""
-    model, optimizer = trained(comm, 3)
+    model, optimizer = trained(comm, 3, layers)
     return model, ledger.timeline(model, batch_at(1), optimizer)
 
 
 def two_parts():
     """Count the bytes of the two largest neighbours among the parts."""
-    parts = setting.model().parts.values()
+    parts = setting.shallow().parts.values()
     each = [sum(p.data.nbytes for p in part.parameters()) for part in parts]
     return max(a + b for a, b in zip(each, each[1:]))
 

@@ -87,18 +87,21 @@ class Module:
         """Let wrapper(forward, *args) stand in for forward(*args); the last one is outermost."""
         self.__dict__.setdefault("wrappers", []).append(wrapper)
 
-    def children(self):
-        """Yield the modules held as attributes, or in lists, tuples and dicts held as one."""
-        yield from (thing for _, thing in find(self.__dict__) if isinstance(thing, Module))
-
     def modules(self):
         """List this module and all below it, each once."""
+        return [module for module, _ in self.walk()]
+
+    def walk(self):
+        """List this module and all below it, each once, with what each holds.
+
+        -> [(module, [(path, module or parameter)])]"""
         found, todo = {}, [self]
         while todo:
             module = todo.pop()
             if id(module) not in found:
-                found[id(module)] = module
-                todo += reversed(list(module.children()))
+                held = list(find(module.__dict__))
+                found[id(module)] = module, held
+                todo += [thing for _, thing in reversed(held) if isinstance(thing, Module)]
         return list(found.values())
 
     def slots(self):
@@ -106,8 +109,8 @@ class Module:
 
         In a container the place reads "attribute.key".
         """
-        for module in self.modules():
-            for path, thing in find(module.__dict__):
+        for module, held in self.walk():
+            for path, thing in held:
                 if isinstance(thing, Parameter):
                     yield module, ".".join(map(str, path)), thing
 
