@@ -31,7 +31,7 @@ def main():
     options = parser().parse_args()
     if (environment.size() or 1) > 1:
         raise BadInput("one process writes the course: leave mpirun out")
-    plans = [read(name) for name in chosen(options.lessons)]
+    plans = [read(name) for name in script.chosen(options.lessons)]
     write(options.folder, course(plans, options.python))
     print(f"{options.folder}/students   {len(plans)} assignments, {points(plans)} points\n"
           f"{options.folder}/teacher    graders; begin with README.md there")
@@ -46,14 +46,6 @@ def parser():
     p.add_argument("--python", nargs="+", metavar="PYTHON", default=[sys.executable],
                    help="interpreters of the versions that students have (default: this one)")
     return p
-
-
-def chosen(names):
-    """Put lessons into reading order.  Raises BadInput"""
-    known = script.names()
-    if wrong := set(names or ()) - set(known):
-        raise BadInput(f"there is no lesson {min(wrong)}; there are {', '.join(known)}")
-    return [name for name in known if name in (names or known)]
 
 
 def read(name):

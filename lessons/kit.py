@@ -58,6 +58,7 @@ from types import SimpleNamespace
 
 from lessons import between, exercises, guess, hints, substitute, tables
 from lessons.proving import Proving
+from lessons.record import Record
 from lessons.script import look_around, parse, read
 from lessons.substitute import breaks
 from lessons.tables import difference, duration, fold, size
@@ -73,9 +74,11 @@ def run(screens):
     launch.run(lambda: _command(read(screens), sys.argv[1:]))
 
 
-def run_on_threads(screens, ranks, argv=()):
-    """Run a lesson on thread ranks of this process.  -> its JSON dict, text as "output" """
-    script, out = read(screens), io.StringIO()
+def run_on_threads(screens, ranks, argv=(), out=None):
+    """Run a lesson on thread ranks of this process.  -> its JSON dict, text as "output"
+
+    out: where it prints; a Record also remembers how each line came about"""
+    script, out = read(screens), out or io.StringIO()
     options = parse(script, argv)
     with substitute.patched(*exercises.replacements(script, options.mine)):
         results = run_threads(ranks, _session, script, options, out)
@@ -107,7 +110,7 @@ def _session(comm, script, options, out, ranks=None):
     elif options.prove:
         script.prove(lesson)
     else:
-        lesson.print_lines(*script.header)
+        lesson.print_lines(*script.header, kind="header")
         for screen in script.screens:
             lesson.screen(screen)
         lesson.close(time.perf_counter() - start)
@@ -135,31 +138,38 @@ class Lesson(Proving):
         self.shown += 1
         bug = hasattr(function, "replaces")
         title, _, words = (inspect.getdoc(function) or "").partition("\n\n")
-        self.heading(f"{self.shown}  {'Break it' if bug else title}")
+        self.heading(f"{self.shown}  {'Break it' if bug else title}", function)
         if bug:
             return self.break_it(function)
         if words:
             self.say(words)
         function(self)
 
-    def heading(self, title):
-        self.print_lines("", f"-- {title} ".ljust(tables.WIDTH, "-"))
+    def heading(self, title, screen=None):
+        self.print_lines("", f"-- {title} ".ljust(tables.WIDTH, "-"), kind="heading", title=title,
+                         screen=screen)
 
-    def say(self, text=""):
+    def say(self, text="", /, **what):
         """Print a paragraph, its own indentation replaced by the page's."""
-        self.print_lines(*textwrap.indent(textwrap.dedent(text).strip("\n"), "  ").split("\n"))
+        lines = textwrap.indent(textwrap.dedent(text).strip("\n"), "  ").split("\n")
+        self.print_lines(*lines, **what)
 
-    def fill(self, text, indent=""):
+    def fill(self, text, indent="", **what):
         """Print a paragraph that holds numbers, its lines broken anew."""
-        self.say(textwrap.fill(" ".join(text.split()), tables.WIDTH - 2, subsequent_indent=indent))
+        text = " ".join(text.split())
+        self.say(textwrap.fill(text, tables.WIDTH - 2, subsequent_indent=indent),
+                 **what or dict(kind="paragraph", text=text))
 
     def source(self, function, first=None, last=None):
         """Quote a library function, from the line holding `first` to the line holding `last`."""
-        self.print_lines(*("      " + line for line in tables.code(function, first, last)))
+        lines = tables.code(function, first, last)
+        self.print_lines(*("      " + line for line in lines), kind="code", function=function,
+                         code=lines)
 
     def table(self, header, rows):
         """Print rows under a header; cells are text or numbers."""
-        self.print_lines(*("  " + line for line in tables.table(header, rows)))
+        self.print_lines(*("  " + line for line in tables.table(header, rows)), kind="table",
+                         header=header, rows=rows)
 
     def rows(self, header, cells):
         """Print one row of cells from every rank, in rank order."""
@@ -171,6 +181,7 @@ class Lesson(Proving):
         path = os.path.join(self.options.out, (name or self.script.name) + ".png")
         if not self.options.no_figure and self.write(path, files.picture(draw, *data)):
             self.pictures += f"   picture: {path}"
+            self.print_lines(kind="picture", path=path)    # named at the end
 
     def write(self, path, fill):
         """Write a file on rank 0; what cannot be written ends no lesson, but its status is 1."""
@@ -189,7 +200,8 @@ class Lesson(Proving):
             number = self.share(lambda: guess.ask(self, question, unit))
         right = f"{tables.cell(answer)} {unit}".strip()
         if number is None:
-            return self.fill(f"{question}  {right}" + (f": {why}" if why else ""), "   ")
+            return self.fill(f"{question}  {right}" + (f": {why}" if why else ""), "   ",
+                             kind="question", question=question, answer=right, why=why)
         good = guess.near(number, answer)
         close = [note for value, note in (mistakes or {}).items() if guess.near(number, value)]
         note = "right" if good else (close or [why])[0]
@@ -248,9 +260,13 @@ class Lesson(Proving):
         failed = [r.get("name") or r["quantity"]
                   for r in self.checks + self.counts + self.broken if not r["ok"]]
         self.say(f"{seconds:.1f} s, {ranks}{self.pictures}"
-                 + (f"   FAILED: {', '.join(failed)}" if failed else ""))
+                 + (f"   FAILED: {', '.join(failed)}" if failed else ""), kind="end",
+                 took=f"{seconds:.1f} s", ranks=ranks)
 
-    def print_lines(self, *lines):
+    def print_lines(self, *lines, **what):
+        """Print on rank 0.  what: how the lines came about, for who keeps a record"""
         if self.comm.rank == 0:
             for line in lines:
                 print(line, file=self.out)
+            if isinstance(self.out, Record):
+                self.out.remember(lines, **what)

@@ -29,8 +29,9 @@ class Proving:
         ok, rank = worst <= bound, self._on(errors.index(worst))
         if not (self.terse and ok):
             text = name + (f": {note}" if note else "")
-            self.say(f"{text:56}  {tables.relative(worst):>7} (bound {tables.relative(bound)})  "
-                     + self._mark(ok, rank))
+            mark = self._mark(ok, rank)
+            found = f"{tables.relative(worst):>7} (bound {tables.relative(bound)})  "
+            self.say(f"{text:56}  {found}{mark}", kind="check", text=text, found=found, mark=mark)
         self._record(self.checks, f"difference {tables.relative(worst)} "
                      f"(bound {tables.relative(bound)}){rank}",
                      name=name, error=worst, bound=bound, ok=ok)

@@ -60,6 +60,14 @@ def names():
     return [name for name in ORDER if find_spec(f"lessons.{name}")]
 
 
+def chosen(wanted):
+    """Put lessons into reading order; None: all.  Raises BadInput"""
+    known = names()
+    if wrong := set(wanted or ()) - set(known):
+        raise BadInput(f"there is no lesson {min(wrong)}; there are {', '.join(known)}")
+    return [name for name in known if name in (wanted or known)]
+
+
 def existing():
     """The lessons that exist, in reading order.  -> [(name, title, question)]"""
     for name in names():

@@ -1,0 +1,274 @@
+"""Write the course as static pages: what every lesson prints, the pictures, the library's source.
+
+    python -m lessons --html DIR [--lessons tp pp ...]         then open DIR/index.html
+
+Each lesson is run once, on four thread ranks, and its page shows what that run printed: no page
+says more. The bodies of the exercises' functions are on no page. A second build is the same byte
+for byte, but for sections that rest on a clock, which have class "clock", and <time> elements.
+"""
+import functools
+import importlib
+import inspect
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import minidist
+from lessons import exercises, kit, look, script
+from lessons.markup import (escape, own, prose, quoted, scrolled, source, table, tag, unsolved)
+from lessons.record import Record, timed
+from minidist import BadInput, files
+from minidist.ranks import environment
+
+RANKS = 4
+ROOT = Path(minidist.__file__).parent.parent
+MARKS = re.compile(r"(?<!\w)(EQUIVALENT|CAUGHT|WRONG)(?!\w)")
+
+
+def build(folder, wanted=None):
+    """Write everything into a new folder.  -> exit status, 1 if a lesson did not prove itself"""
+    names, part = script.chosen(wanted), f"{folder.rstrip(os.sep)}.part"
+    if (environment.size() or 1) > 1:
+        raise BadInput("one process writes the pages: leave mpirun out")
+    if os.path.lexists(folder) and not (os.path.isdir(folder) and not os.listdir(folder)):
+        raise BadInput(f"{folder} is there already; name a new folder")
+    files.drawable()
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        good = fill(part, names)
+        os.replace(part, folder)
+    except OSError as error:
+        raise BadInput(f"cannot write {folder}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    print(f"\n{folder}/index.html")
+    return 0 if good else 1
+
+
+def fill(folder, names):
+    """Run the lessons and write their pages.  -> did all prove themselves?"""
+    good = True
+    for path, text in fixed(names):
+        write(folder, path, text)
+    for name in names:
+        plan, record, result = run(name, folder)
+        write(folder, f"{name}.html", lesson_page(plan, record, names))
+        print(f"  {name:12} {result['seconds']:5.1f} s" + "  FAILED" * (not result["ok"]))
+        good = good and result["ok"]
+    return good
+
+
+def write(folder, path, text):
+    Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
+    Path(folder, path).write_text(text, encoding="utf-8")
+
+
+def screens(name):
+    return importlib.import_module(f"lessons.{name}").SCREENS
+
+
+def run(name, folder):
+    """Run one lesson, its picture into the folder.  -> Script, Record, its JSON dict"""
+    record, argv = Record(), ["--out", os.path.join(folder, "pictures")]
+    result = kit.run_on_threads(screens(name), RANKS, argv, record)
+    return script.read(screens(name)), record, result
+
+
+def fixed(names):
+    """All that no lesson has to run for.  -> (path, text)"""
+    yield "index.html", index(names)
+    yield "style.css", look.style()
+    yield "step.js", look.SCRIPT
+    left_out = solutions()
+    for path in sources():
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        hidden = {name for where, name in left_out if where == module}
+        yield f"source/{module}.html", source_page(module, path, hidden, names)
+
+
+def sources():
+    """The files that are shown: the library, and the lessons' own scripts."""
+    return sorted((ROOT / "minidist").rglob("*.py")) + [
+        ROOT / "lessons" / f"{name}.py" for name in script.names()]
+
+
+@functools.cache
+def solutions():
+    """What is left out: (module, name) of every exercise's functions and of their own helpers."""
+    found = [f for name in script.names() for f in screens(name)[0].__globals__.get("EXERCISE", ())]
+    return {(f.__module__, f.__qualname__.split(".")[0])
+            for f in found + exercises.withheld(found)}
+
+
+# ---- frame
+
+def page(title, body, links=(), deep=""):
+    """A whole page.  links: (address, text) above and below; deep: "../" from a folder"""
+    bar = "\n".join(tag("a", escape(text), href=deep + address) for address, text in links)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<link rel="stylesheet" href="{deep}style.css">
+<script src="{deep}step.js" defer></script>
+</head>
+<body>
+<a class="skip" href="#the-text">to the text</a>
+<nav aria-label="course">
+{bar}
+</nav>
+<main id="the-text">
+{body}
+</main>
+<nav aria-label="course, below">
+{bar}
+</nav>
+</body>
+</html>
+"""
+
+
+def index(names):
+    """The reading order, and the map of the library."""
+    order = [(name, title, question) for name, title, question in script.existing()
+             if name in names]
+    rows = "\n".join(tag("tr", "".join(tag("td", cell) for cell in (
+        tag("a", escape(title), href=f"{name}.html"), escape(question))))
+        for name, title, question in order)
+    first, _, rest = inspect.getdoc(minidist).partition("\n\n")
+    modules = [p.relative_to(ROOT).with_suffix("") for p in (ROOT / "minidist").rglob("*.py")]
+    atlas = re.sub(r"\b[a-z_]+\b", lambda word: linked(word[0], modules),
+                   escape(rest.rpartition("\n\n")[0]))
+    return page("minidist", "\n".join([
+        tag("h1", "minidist"), tag("p", escape(first), class_="question"),
+        tag("h2", "Lessons, in reading order", id="lessons"),
+        tag("table", f"<tbody>\n{rows}\n</tbody>", class_="toc"),
+        tag("h2", "The library", id="library"), scrolled(tag("pre", atlas)),
+        own("Each line of a lesson's page was printed by a run of that lesson.")]))
+
+
+def linked(word, modules):
+    """A name on the map, with a link to its module where there is exactly one."""
+    found = [".".join(path.parts) for path in modules if path.name == word]
+    return tag("a", word, href=f"source/{found[0]}.html") if len(found) == 1 else word
+
+
+def source_page(module, path, hidden, names):
+    """One module, in colour, without what is an exercise; links to the lessons that it names."""
+    text = path.read_text(encoding="utf-8")
+    note = own("The bodies of functions that are exercises are left out.") if hidden else ""
+    named = dict.fromkeys(re.findall(r"lessons\.(\w+)", text))
+    links = [(f"{name}.html", f"lessons.{name}") for name in named if name in names]
+    return page(module, "\n".join([tag("h1", escape(module)), note, source(
+        unsolved(text, hidden), anchors=True)]), [("index.html", "course"), *links], "../")
+
+
+# ---- a lesson
+
+def lesson_page(plan, record, names):
+    """What one run printed, screen by screen."""
+    at, titles = names.index(plan.name), dict((n, t) for n, t, _ in script.existing())
+    around = [(f"{names[i]}.html", f"{word}: {titles[names[i]]}")
+              for word, i in (("before", at - 1), ("next", at + 1)) if 0 <= i < len(names)]
+    left_out, parts = solutions(), [tag("h1", escape(plan.title)),
+                                    tag("p", escape(plan.question), class_="question")]
+    for number, (heading, events) in enumerate(record.screens()):
+        content = [show(event, heading, left_out) for event in events]
+        if heading is None:
+            parts += content
+            continue
+        parts.append(section(number, heading, content))
+        if heading.title == "Takeaway" and plan.exercise:
+            parts.append(assignment(plan))
+    return page(plan.title, "\n".join(parts), [("index.html", "course"), *around])
+
+
+def section(number, heading, content):
+    """One screen, and the code that printed it."""
+    title, screen = heading.title, heading.screen
+    bug = screen is not None and hasattr(screen, "replaces")
+    clock = screen is not None and not bug and timed(screen)
+    parts = [tag("h2", escape(title), id=f"screen-{number}"), *content]
+    if clock:
+        parts.append(own("This screen rests on a clock: another run shows other times."))
+    if screen is not None and not bug:
+        parts.append(tag("details", own("the code of this screen", "summary")
+                         + source(inspect.getsource(screen))))
+    kinds = ["bug"] * bug + ["clock"] * clock
+    return tag("section", "\n".join(parts), class_=" ".join(kinds) or None)
+
+
+def assignment(plan):
+    """The functions to write, as --stub gives them."""
+    shown = [source(exercises.empty(f)) for f in plan.exercise]
+    return tag("section", "\n".join([own("The exercise", "h2", id="exercise"), *shown]))
+
+
+def show(event, heading, left_out):
+    """HTML of one event of a run."""
+    kind = event.kind
+    if kind == "header":
+        return header(event.lines)
+    if kind == "paragraph":
+        return marked(tag("p", escape(event.text)))
+    if kind == "table":
+        return marked(table(event.header, event.rows))
+    if kind == "code":
+        return code(event, left_out)
+    if kind == "question":
+        answer = tag("p", tag("strong", escape(event.answer))
+                     + (f": {escape(event.why)}" if event.why else ""))
+        return tag("details", tag("summary", escape(event.question)) + answer, class_="guess")
+    if kind == "check":
+        return tag("p", tag("b", escape(event.text)) + " " + tag("span", escape(event.found)
+                   + tag("em", escape(event.mark), class_=event.mark.split()[0])), class_="check")
+    if kind == "picture":
+        name = os.path.basename(event.path)
+        return tag("figure", f'<img src="pictures/{escape(name)}" alt="{escape(heading.title)}">')
+    if kind == "end":
+        return tag("p", f"<time>{escape(event.took)}</time>, {escape(event.ranks)}", class_="ran")
+    return marked(prose(event.lines))
+
+
+def marked(text):
+    """Let verdicts stand out."""
+    return MARKS.sub(lambda word: tag("em", word[0], class_=word[0]), text)
+
+
+def header(lines):
+    """What a technique lifts and costs; its code and how to run it."""
+    rows = []
+    for line in lines:
+        key, _, text = line.strip().partition(" ")
+        if key.islower() and key != "before":              # which stands above and below
+            text = modules(text) if key == "code" else escape(text)
+            rows.append(tag("dt", escape(key)) + tag("dd", text.strip()))
+    return tag("dl", "\n".join(rows))
+
+
+def modules(text):
+    """Link to the files that are named; of the folder named first, where none is given."""
+    folder = os.path.dirname(re.search(r"minidist/[\w/]*", text)[0])
+    for path in dict.fromkeys(re.findall(r"[\w/]+\.py", text)):
+        full = path if "/" in path else f"{folder}/{path}"
+        address = full.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        if (ROOT / full).exists():
+            link = tag("a", escape(path), href=f"source/{address}.html")
+            text = re.sub(rf"(?<![\w/]){re.escape(path)}", lambda _, link=link: link, text)
+    return text
+
+
+def code(event, left_out):
+    """Quoted source, under the name of what it is from."""
+    function = inspect.unwrap(event.function)
+    text = source(quoted(function, event.code, left_out))
+    if function.__module__.startswith("minidist") and function.__module__ in sys.modules:
+        top = function.__qualname__.split(".")[0]
+        name = f"{function.__module__}.{function.__qualname__}"
+        return tag("p", tag("a", escape(name), href=f"source/{function.__module__}.html#{top}"),
+                   class_="from") + text
+    return text
