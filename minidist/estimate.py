@@ -41,6 +41,7 @@ class Card:
     network: float
     per_node: int = 8           # cards on the fast link
     shares: Shares = A100
+    fused: bool = False         # attention in tiles, gradients behind the backward: see Job
     shortest = 2048             # tokens of a row that are worth a rank of cp
     counted = False             # is this minidist itself?
 
@@ -62,8 +63,8 @@ class Card:
 CARDS = {card.name: card for card in (
     Card("v100", 32e9, 125e12, 0.9e12, 150e9, 12.5e9),
     Card("a100", 80e9, 312e12, 2.0e12, 300e9, 25e9),
-    Card("h100", 80e9, 989.4e12, 3.35e12, 450e9, 50e9, shares=H100),
-    Card("h200", 141e9, 989.4e12, 4.8e12, 450e9, 50e9, shares=H100))}
+    Card("h100", 80e9, 989.4e12, 3.35e12, 450e9, 50e9, shares=H100, fused=True),
+    Card("h200", 141e9, 989.4e12, 4.8e12, 450e9, 50e9, shares=H100, fused=True))}
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Machine:
     name = "this machine"
     per_node = 1 << 20          # ranks on one link
     shortest = 1                # tokens of a row for each rank of cp
-    counted = True
+    counted, fused = True, False
 
     @property
     def peak(self):

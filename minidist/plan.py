@@ -15,7 +15,8 @@ Lesson: python -m lessons.plan
 from dataclasses import replace
 
 from minidist import (
-    BadInput, calibrate, estimate, files, machine, published, request, search, trial)
+    BadInput, calibrate, estimate, files, machine, published, request, schedules, search,
+    simulate, trial)
 from minidist.ranks import environment, launch
 from minidist.search import ROOM, size
 
@@ -70,10 +71,23 @@ def told(took, job, card):
         idle = estimate.bubble(job)
         rows.append(f"bubble     (p-1)/(v m) = {idle:.1%} of the ideal, {idle / (1 + idle):.1%} of "
                     f"the total; m = {job.microbatches}")
+    if job.dp > 1 and not job.hidden:
+        rows.append(simulated(took, job))
     used = {"dp": job.dp > 1, "tp": job.tp > 1, "sp": job.sp, "cp": job.cp > 1, "pp": job.pp > 1,
             "v": job.v > 1, "ep": job.ep > 1, "zero": job.zero > 0, "again": job.again}
     shown = [f"lessons.{LESSONS[name]}" for name, is_used in used.items() if is_used]
     return rows + [f"see        {', '.join(shown) or 'lessons.step'}"]
+
+
+def simulated(took, job):
+    """Run the step on paper, gradients at its end and behind the last backward.  -> line"""
+    made = schedules.make("interleaved" if job.v > 1 else "1f1b", job.pp, job.microbatches, job.v)
+    each = took.working / job.microbatches / 3
+    timeline = simulate.cost(made, each, each, each, took.pp / job.microbatches / 2 / job.v)
+    late, early = (max(simulate.step(timeline, took.dp, max(1, job.layers // job.v), overlap))
+                   for overlap in (False, True))
+    return (f"simulated  {late:.3g} s on {job.cards} cards; {early:.3g} s if gradients leave layer "
+            "by layer during the last backward")
 
 
 def lost(took, best):

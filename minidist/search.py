@@ -25,7 +25,8 @@ def candidates(job, card, cards):
             for rows in (1, 2, 4, 8, 16):
                 if job.B % (dp * rows):
                     continue
-                spread = replace(job, tp=tp, cp=cp, pp=pp, dp=dp, rows=rows, sp=tp > 1)
+                spread = replace(job, tp=tp, cp=cp, pp=pp, dp=dp, rows=rows, sp=tp > 1,
+                                 tiled=card.fused, hidden=card.fused)
                 for ep in (n for n in powers(dp) if dp % n == 0 and 256 % n == 0):
                     yield from on_each(replace(spread, ep=ep), card)
                     if not job.experts:

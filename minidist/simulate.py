@@ -7,7 +7,8 @@ called "bubble", and they differ: idle time over working time (the ideal), and o
 
     1f1b, gpipe     bubble / ideal  (p - 1) / m        bubble / total  (p - 1) / (m + p - 1)
 
-All micro-batches and all stages take the same time.
+All micro-batches and all stages take the same time. Ranks of other axes do the same at the same
+time, so a pipeline of 16 stages stands for as many thousand ranks as there are replicas of it.
 
 Run:    python -m minidist.simulate --schedule 1f1b -p 8 -m 32
 Lesson: python -m lessons.schedules
@@ -94,6 +95,23 @@ def peak_live(actions):
         alive += {"F": 1, "I": 0}.get(kind, -1)
         peak = max(peak, alive)
     return peak
+
+
+def step(timeline, gradients, layers=1, overlap=True):
+    """Go on with a step: when each rank has summed its gradients over its replicas.  -> [end]
+
+    gradients: time that those of all layers of a rank take on the wire.  layers: in a chunk.
+    overlap: each layer's leave as soon as its last backward has run; else all at the end."""
+    each, ends = gradients / timeline.schedule.v / layers, []
+    for spans in timeline.spans:
+        last = {chunk: (start, end) for (kind, _, chunk), start, end in spans if kind in "BW"}
+        ready = sorted(start + (i + 1) / layers * (end - start) for start, end in last.values()
+                       for i in range(layers)) if overlap else [spans[-1][2]] * len(last) * layers
+        wire = 0
+        for time in ready:
+            wire = max(wire, time) + each
+        ends.append(max(wire, spans[-1][2]))
+    return ends
 
 
 # === Pictures ===

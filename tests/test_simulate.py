@@ -1,13 +1,14 @@
 """simulate: makespan, bubbles, live activations against closed forms; pictures and command."""
 import json
 import sys
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
-from minidist import files, schedules
+from minidist import estimate, files, plan, request, schedules
 from minidist.schedules import ORDERS, make
-from minidist.simulate import cost, lines, picture
+from minidist.simulate import cost, lines, picture, step
 from tests.mpi import execute
 
 TIMES = [(1, 1, 1), (5, 6, 4), (2, 2, 1), (2, 3, 1), (3, 2, 2)]
@@ -154,3 +155,42 @@ def test_the_command(tmp_path):
                           (["--chunks", "2"], "1f1b works on 1 chunk per rank, not 2")):
         status, output = simulate(*args)
         assert status == 2 and message in output and "Traceback" not in output
+
+
+# ------------------------------------------------------------------ whole steps
+
+@pytest.mark.parametrize("name, v", [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)])
+def test_a_step_without_gradients_is_its_schedule(name, v):
+    made = cost(make(name, 4, 8, v), 2, 2, 2)
+    for overlap in (True, False):
+        assert step(made, 0, 3, overlap) == [spans[-1][2] for spans in made.spans]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_gradients_hide_behind_the_last_backward(layers):
+    """One rank: B of the last micro-batch takes 4; all but the last layer's share may hide."""
+    made = cost(make("1f1b", 1, 3, 1), 2, 2, 2)
+    assert step(made, 6, layers, overlap=False) == [pytest.approx(3 * 6 + 6)]
+    for gradients in (1, 3.9, 6, 40):
+        each = gradients / layers
+        hidden = max(4 + each, 4 / layers + gradients)          # held up by backward, or the wire
+        assert step(made, gradients, layers) == [
+            pytest.approx(3 * 6 - 4 + hidden)]
+
+
+def test_a_pipeline_hides_more_on_its_later_stages():
+    """A later stage ends its last backward earlier, so its gradients have more time."""
+    made = cost(make("1f1b", 4, 8, 1), 1, 1, 1)
+    ends = step(made, 3, 1)
+    assert ends == [made.makespan + 3 - 2 * rank for rank in range(4)]
+    assert max(step(made, 3, 4)) < ends[0]
+
+
+def test_ten_thousand_cards_are_simulated():
+    """GPT-3 on 10,240: the stages of one replica stand for all."""
+    job = replace(request.MODELS["gpt3"], B=1280, tp=8, pp=16, dp=80, v=3, again="attention")
+    took = estimate.CARDS["a100"].seconds(job)
+    line = plan.simulated(took, job)
+    late = float(line.split()[1])
+    assert "on 10240 cards" in line and late == pytest.approx(took.all, rel=0.02)
+    assert float(line.split("; ")[1].split()[0]) < late
