@@ -161,14 +161,14 @@ def greedy_gelu(x):
 
 
 @kit.breaks(optim.AdamW, "update")
-def no_bias_correction(self, p, scale):
+def no_bias_correction(self, p, target, grad, scale):
     """AdamW takes its running means as they are, though both start at zero.
 
     The first update is (1 - 0.9) / sqrt(1 - 0.95) = 0.45 of what it should be, and the ones up to
     the eighth are too small: warm-up hides it."""
     rate = self.rate
     self.rate *= (1 - self.betas[0] ** self.t) / np.sqrt(1 - self.betas[1] ** self.t)
-    no_bias_correction.original(self, p, scale)
+    no_bias_correction.original(self, p, target, grad, scale)
     self.rate = rate
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lessons import exercises, guess, hints, kit, script, tables
+from lessons import caught, exercises, guess, hints, kit, script, tables, zoo
 from lessons.__main__ import existing
 from minidist import BadInput
 from minidist.ranks import launch
@@ -122,6 +122,8 @@ def test_every_bug_is_caught_by_symptoms_of_its_own(name):
     seen = {}
     for bug in SCRIPTS[name].breaks:
         by = broken(name, bug)
+        recorded = caught.CAUGHT[f"{name}.{bug.title}"]
+        assert zoo.classify(by, bug.sync) == recorded, "python -m lessons.zoo --rerun"
         symptoms = tuple(line.split(": difference")[0].split(": predicted")[0] for line in by)
         assert seen.setdefault(symptoms, bug.title) == bug.title, (seen, symptoms)
 
