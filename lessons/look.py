@@ -108,6 +108,8 @@ for (const figure of document.querySelectorAll("figure[data-steps]")) {
       part.classList.toggle("later", at >= 0 && from > at);
       part.classList.toggle("now", at >= 0 && from <= at && at < to);
     }
+    const now = figure.querySelector(".now"), box = figure.querySelector(".wide");
+    if (now) box.scrollLeft = now.getBBox().x - box.clientWidth / 2;
     said.textContent = at < 0 ? "" : (at + 1) + "/" + steps.length + "  " + steps[at];
   };
   const keys = { ArrowRight: () => at + 1, ArrowLeft: () => at - 1,
@@ -121,7 +123,8 @@ for (const figure of document.querySelectorAll("figure[data-steps]")) {
   }
   said.setAttribute("aria-live", "polite");
   figure.addEventListener("keydown", (event) => {
-    if (keys[event.key] && !event.ctrlKey && !event.altKey && !event.metaKey) {
+    const scrolls = event.target.closest(".wide");          // its arrow keys are the browser's
+    if (keys[event.key] && !scrolls && !event.ctrlKey && !event.altKey && !event.metaKey) {
       show(keys[event.key]());
       event.preventDefault();
     }

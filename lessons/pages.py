@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import minidist
-from lessons import exercises, kit, look, script
+from lessons import exercises, kit, look, script, stepping
 from lessons.markup import (escape, own, prose, quoted, scrolled, source, table, tag, unsolved)
 from lessons.record import Record, timed
 from minidist import BadInput, files
@@ -79,6 +79,7 @@ def run(name, folder):
 def fixed(names):
     """All that no lesson has to run for.  -> (path, text)"""
     yield "index.html", index(names)
+    yield "stepping.html", stepping_page(names)
     yield "style.css", look.style()
     yield "step.js", look.SCRIPT
     left_out = solutions()
@@ -147,6 +148,8 @@ def index(names):
         tag("h1", "minidist"), tag("p", escape(first), class_="question"),
         tag("h2", "Lessons, in reading order", id="lessons"),
         tag("table", f"<tbody>\n{rows}\n</tbody>", class_="toc"),
+        own("Step by step", "h2", id="pictures"),
+        tag("p", tag("a", "schedules and meshes", href="stepping.html")),
         tag("h2", "The library", id="library"), scrolled(tag("pre", atlas)),
         own("Each line of a lesson's page was printed by a run of that lesson.")]))
 
@@ -155,6 +158,25 @@ def linked(word, modules):
     """A name on the map, with a link to its module where there is exactly one."""
     found = [".".join(path.parts) for path in modules if path.name == word]
     return tag("a", word, href=f"source/{found[0]}.html") if len(found) == 1 else word
+
+
+def stepping_page(names):
+    """The pictures that can be stepped through, with links to the lessons on what they show."""
+    parts = [own("Step by step", "h1"),
+             own("With the focus on a picture, the right and left arrow keys step through it, Home "
+                 "and End go to its first and last step, Escape shows it whole."),
+             own("F: forward of a micro-batch. B: backward. I and W: its halves, the gradients of "
+                 "inputs and of weights. F, I and W take one unit of time, B takes two.")]
+    for title, figures in stepping.drawings():
+        parts += [own(title, "h2", id=title.lower()), *figures]
+    links = [(f"{name}.html", f"lessons.{name}") for name in names if steps(name)]
+    return page("Step by step", "\n".join(parts), [("index.html", "course"), *links])
+
+
+def steps(name):
+    """Is a lesson on what can be stepped through?"""
+    code = " ".join(line for line in script.read(screens(name)).header if " code " in line)
+    return bool(re.search(r"\b(schedules|mesh)\.py", code))
 
 
 def source_page(module, path, hidden, names):
@@ -184,7 +206,8 @@ def lesson_page(plan, record, names):
         parts.append(section(number, heading, content))
         if heading.title == "Takeaway" and plan.exercise:
             parts.append(assignment(plan))
-    return page(plan.title, "\n".join(parts), [("index.html", "course"), *around])
+    more = [("stepping.html", "step by step")] if steps(plan.name) else []
+    return page(plan.title, "\n".join(parts), [("index.html", "course"), *around, *more])
 
 
 def section(number, heading, content):

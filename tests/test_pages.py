@@ -4,19 +4,24 @@ import ast
 import functools
 import html
 import inspect
+import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib import image
 
-from lessons import exercises, look, markup, pages, record, script
+from lessons import exercises, look, markup, pages, record, script, stepping
 from lessons.__main__ import main
-from minidist import BadInput
+from minidist import BadInput, schedules
 
-SHOWN = ["ring", "schedules"]                 # one that reads clocks, one that one rank runs
+SHOWN = ["ring", "collectives"]                         # one that reads clocks, one that does not
 VOID = {"meta", "link", "img", "br"}
-BLOCKS = {"p", "tr", "pre", "h1", "h2", "summary", "dt", "dd", "figcaption"}
+BLOCKS = {"p", "tr", "pre", "h1", "h2", "summary", "dt", "dd", "figcaption", "text"}
 
 
 class Checked(HTMLParser):
@@ -101,7 +106,7 @@ def read(built):
 
 def test_pages_are_valid_and_their_links_lead_somewhere(built, read):
     files = built[0][0]
-    assert {"index.html", "ring.html", "schedules.html", "style.css", "step.js",
+    assert {"index.html", "ring.html", "collectives.html", "style.css", "step.js",
             "pictures/ring.png", "source/minidist.tp.html"} <= files.keys()
     for path, page in read.items():
         assert not page.wrong, f"{path}: {page.wrong}"
@@ -157,7 +162,7 @@ def test_a_second_build_is_the_same_but_for_its_clocks(built):
     differ = {path for path in first if first[path] != second[path]}
     assert differ <= {"pictures/ring.png"}                       # of what its clock said
     assert built[0][0]["ring.html"] != built[0][1]["ring.html"]
-    assert b'<section class="clock">' not in built[0][0]["schedules.html"]
+    assert b'<section class="clock">' not in built[0][0]["collectives.html"]
 
 
 def timeless(data):
@@ -208,6 +213,125 @@ def test_functions_that_are_quoted_elsewhere_keep_their_signature_only():
     kept = markup.quoted(ring.all_gather, lines, pages.solutions())
     assert solved(whole) and not solved(kept) and markup.LEFT_OUT in kept
     assert kept.startswith("def all_gather(")
+
+
+# ---- step by step
+
+def test_schedules_show_what_was_simulated_and_each_step_who_is_busy():
+    figures = stepping.drawings()[0][1]
+    assert len(figures) == len(schedules.ORDERS)
+    for name, figure in zip(schedules.ORDERS, figures):
+        made = schedules.make(name, stepping.RANKS, stepping.MICROBATCHES)
+        steps = json.loads(html.unescape(re.search(r'data-steps="([^"]*)"', figure)[1]))
+        parts = re.findall(r'<g data-from="(\d+)" data-to="(\d+)"><rect [^>]*></rect>'
+                           r'<text [^>]*>(\w+)<', figure)
+        assert len(parts) == sum(map(len, made.actions))
+        for k, step in enumerate(steps):
+            drawn = sorted(label for a, b, label in parts if int(a) <= k < int(b))
+            assert drawn == sorted(re.findall(r"rank \d (?!idle)(\w+)", step))
+        assert f"{name}: 4 ranks, 6 micro-batches" in figure
+    assert "idle / working time 0.500" in figures[list(schedules.ORDERS).index("1f1b")]   # 3 / 6
+
+
+def test_meshes_show_the_groups_of_every_axis():
+    cube = stepping.groups(dict(pp=2, dp=2, tp=2))
+    steps = json.loads(html.unescape(re.search(r'data-steps="([^"]*)"', cube)[1]))
+    by_hand = dict(tp=["0, 1", "2, 3", "4, 5", "6, 7"], dp=["0, 2", "1, 3", "4, 6", "5, 7"],
+                   pp=["0, 4", "1, 5", "2, 6", "3, 7"])
+    assert steps == [f"{axis} group {i}: ranks {ranks}" for axis, all_of in by_hand.items()
+                     for i, ranks in enumerate(all_of)]
+    parts = re.findall(r'data-from="(\d+)" data-to="\d+"><rect.*?>rank (\d)</text><text[^>]*>'
+                       r'(group \d)<', cube)
+    assert len(parts) == 24
+    for k, rank, group in parts:
+        assert group in steps[int(k)] and rank in steps[int(k)].split("ranks ")[1]
+
+
+# ---- in a browser
+
+BROWSER = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])),
+               None)
+PROBE = """<script>
+const errors = [];
+addEventListener("error", (e) => errors.push(e.message || "cannot load " + e.target.src), true);
+addEventListener("load", () => {
+  const seen = [], figure = document.querySelector("figure[data-steps]");
+  const press = (key, on) => on.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+  for (const key of figure ? ["ArrowRight", "ArrowRight", "ArrowLeft", "End", "Escape"] : []) {
+    press(key, figure);
+    const [now, later] = [".now", ".later"].map((c) => figure.querySelectorAll(c).length);
+    seen.push([key, now, later, figure.querySelector("output").textContent]);
+  }
+  if (figure) press("End", figure.querySelector(".wide"));         // scrolls, and no more
+  if (figure) seen.push(figure.querySelector("output").textContent);
+  const whole = document.documentElement, ground = getComputedStyle(whole).backgroundColor;
+  parent.postMessage({page: document.title, errors, seen, wide: whole.scrollWidth, ground,
+                      room: innerWidth}, "*");
+});
+</script>"""
+FRAMES = """<!DOCTYPE html><body><pre></pre><script>
+const found = [];
+addEventListener("message", (e) => { found.push(e.data); next(); });
+const pages = %s;
+function next() {
+  const page = pages.shift();
+  if (!page) { document.querySelector("pre").textContent = JSON.stringify(found); return; }
+  const frame = document.createElement("iframe");
+  frame.width = 400; frame.height = 600; frame.src = page;
+  document.body.append(frame);
+}
+next();
+</script>"""
+
+
+def browse(folder, page, *flags):
+    return subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync",
+         f"--user-data-dir={folder}/profile", *flags, f"file://{folder}/{page}"],
+        capture_output=True, text=True, timeout=120).stdout
+
+
+@pytest.fixture(scope="module")
+def opened(built, tmp_path_factory):
+    """The pages on disk, each with a probe in it."""
+    if BROWSER is None:
+        pytest.skip("no browser is installed")
+    folder = tmp_path_factory.mktemp("browser")
+    for path, data in built[0][0].items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data.replace(b"<head>", b"<head>" + PROBE.encode())
+                                    if path.endswith(".html") else data)
+    return folder
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_browser_finds_no_error_and_nothing_too_wide_for_400_pixels(opened, dark):
+    shown = ["index.html", "stepping.html", *(f"{name}.html" for name in SHOWN),
+             "source/minidist.tp.html"]
+    (opened / "frames.html").write_text(FRAMES % json.dumps(shown))
+    flags = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    text = browse(opened, "frames.html", "--virtual-time-budget=20000", "--dump-dom", *flags)
+    found = json.loads(html.unescape(re.search("<pre>(.*?)</pre>", text)[1]))
+    assert len(found) == len(shown)
+    ground = tuple(int(look.COLORS["paper"][dark][i:i + 2], 16) for i in (1, 3, 5))
+    for page in found:
+        assert not page["errors"] and page["wide"] <= page["room"] == 400, page
+        assert page["ground"] == f"rgb{ground}"
+    steps = next(page["seen"] for page in found if page["page"] == "Step by step")
+    naive = "time {}: rank 0 {}, rank 1 {}, rank 2 idle, rank 3 idle".format
+    assert [step[3] for step in steps[:3]] == [
+        "1/48  " + naive(0, "F0", "idle"), "2/48  " + naive(1, "idle", "F0"),
+        "1/48  " + naive(0, "F0", "idle")]
+    assert [step[1:3] for step in steps[:5]] == [[1, 47], [1, 46], [1, 47], [1, 0], [0, 0]]
+    assert steps[3][3].startswith("48/48") and steps[5] == ""
+
+
+def test_a_picture_of_a_page_shows_something(opened):
+    browse(opened, "ring.html", "--window-size=800,1200", f"--screenshot={opened}/shot.png")
+    pixels = image.imread(opened / "shot.png")[..., :3].reshape(-1, 3)
+    colors, count = np.unique(pixels.round(3), axis=0, return_counts=True)
+    assert len(colors) > 20 and 0.3 < count.max() / count.sum() < 0.97
 
 
 # ---- how it looks
