@@ -1,17 +1,10 @@
-"""check_op: an operation's gradients against central differences, and against PyTorch.
+"""check_op: an operation's gradients against central differences.
 
-One line per case.  fn takes Tensors and returns one; written with operators and the methods whose
-names both libraries share, the same fn also runs on PyTorch's tensors; where names differ, a
-second function is the reference.
+One line per case.  fn takes Tensors and returns one.  Against PyTorch: tests/pytorch.py.
 """
 import numpy as np
 
 from minidist.engine.tensor import Tensor
-
-try:
-    import torch
-except ImportError:
-    torch = None
 
 
 def inputs(shapes, positive=False, seed=0):
@@ -47,18 +40,6 @@ def check_op(fn, *shapes, positive=False, h=1e-5):
             a[i] = kept
             slopes[i] = (ends[0] - ends[1]) / (2 * h)
         close(grad, slopes, 1e-6)
-
-
-def check_torch(fn, reference, *shapes, positive=False):
-    """Compare value and gradients with PyTorch's, to 1e-10."""
-    arrays = inputs(shapes, positive)
-    y, g, grads = value_and_gradients(fn, arrays)
-    tensors = [torch.tensor(a, requires_grad=True) for a in arrays]
-    ref_y = reference(*tensors)
-    ref_y.backward(torch.tensor(g))
-    close(y, ref_y.detach().numpy(), 1e-10)
-    for grad, t in zip(grads, tensors):
-        close(grad, t.grad.numpy(), 1e-10)
 
 
 def close(a, ref, bound):

@@ -699,9 +699,8 @@ def test_in_a_loop_nothing_stays_on_threads():
 
 
 def test_in_a_loop_nothing_stays_on_mpi():
-    """1500 groups of two communicators each, and MPICH has 2048 in all."""
-    on_ranks(made_and_given_back, 4, kwargs={"make": groups_and_streams,
-                                                          "times": 300})
+    """1100 groups of two communicators each, and MPICH has 2048 in all."""
+    on_ranks(made_and_given_back, 4, kwargs={"make": groups_and_streams, "times": 220})
 
 
 # -- where groups come from ---------------------------------------------------------------------

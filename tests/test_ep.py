@@ -291,7 +291,8 @@ def test_what_cannot_be_shared_out_is_refused():
 
 # --------------------------------------------------------------------------- the command
 
-SHORT = ["--preset", "lesson", "--steps", "2", "--batch", "4", "--sample", "0", "--no-figure"]
+SHORT = ["--preset", "lesson", "--layers", "2", "--steps", "2", "--batch", "4", "--sample", "0",
+         "--no-figure"]
 
 
 def test_training_with_experts_over_ranks_is_verified():

@@ -6,7 +6,8 @@ from minidist import flash, verify
 from minidist.engine import functional as F
 from minidist.engine.data import random_batch
 from minidist.engine.tensor import Tensor, graph_bytes
-from tests.gradcheck import check_op, close, inputs, torch, value_and_gradients
+from tests.gradcheck import check_op, close, inputs, value_and_gradients
+from tests.pytorch import needs_torch, torch
 from tests.models import tiny
 
 SMALL = dict(QUERIES=4, KEYS=6)                     # tiles that a few tokens do not fit into
@@ -125,7 +126,7 @@ def test_float32_stays_float32():
     assert {x.dtype for x in (y.data, q.grad, k.grad, v.grad)} == {np.dtype(np.float32)}
 
 
-@pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
+@needs_torch
 @pytest.mark.parametrize("causal", [True, False])
 def test_equal_to_pytorch(causal):
     arrays = inputs([(2, 3, 300, 8)] * 3)

@@ -9,10 +9,10 @@ from minidist.engine import functional as F
 from minidist.engine.data import random_batch
 from minidist.engine.tape import scale_losses
 from minidist.engine.tensor import Tensor, graph_bytes, no_grad, replay, run_deferred
-from tests.gradcheck import check_op, check_torch, close, inputs, torch, value_and_gradients
+from tests.gradcheck import check_op, close, inputs, value_and_gradients
 from tests.models import perturb, tiny
+from tests.pytorch import check_torch, needs_torch, torch
 
-needs_torch = pytest.mark.skipif(torch is None, reason="PyTorch, the reference, is not installed")
 IDS = np.array([[0, 3, 3, 1], [3, 2, 0, 3]])
 TARGETS = np.array([[1, F.IGNORE, 4], [0, 2, F.IGNORE]])
 MASK = F.dropout_mask(0.4, 7, np.float64, np.arange(2), np.arange(4), np.arange(9), np.arange(9))

@@ -14,7 +14,8 @@ from minidist.ranks.comm import run_threads
 from tests.models import tiny
 from tests.mpi import execute, need_mpi
 
-RUN = ["--preset", "lesson", "--steps", "3", "--batch", "4", "--sample", "0", "--no-figure"]
+RUN = ["--preset", "lesson", "--layers", "2", "--steps", "3", "--batch", "4", "--sample", "0",
+       "--no-figure"]
 BROKEN = """
 from minidist import buckets, train
 from minidist.ranks import launch
@@ -148,5 +149,5 @@ def test_eight_ranks_and_more_train_as_one(number):
 
 
 def test_eight_processes_are_verified_from_the_command_line():
-    status, out = command(8, "--dp", "2", "--tp", "2", "--pp", "2", "--verify")
+    status, out = command(8, "--dp", "2", "--tp", "2", "--pp", "2", "--steps", "2", "--verify")
     assert status == 0 and "EQUIVALENT" in out, out

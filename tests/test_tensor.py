@@ -11,9 +11,8 @@ import pytest
 from minidist.engine import graph, tape
 from minidist.engine import tensor as T
 from minidist.engine.tensor import Part, Tensor, graph_bytes, no_grad
-from tests.gradcheck import check_op, check_torch, torch
-
-needs_torch = pytest.mark.skipif(torch is None, reason="PyTorch, the reference, is not installed")
+from tests.gradcheck import check_op
+from tests.pytorch import check_torch, needs_torch, torch
 
 
 def same(x):
