@@ -65,7 +65,7 @@ details { margin: .75rem 0; max-width: 100%; }
 summary { cursor: pointer; max-width: 48rem; }
 .guess { border-left: 4px solid var(--link); padding: .25rem .75rem; background: var(--soft); }
 .bug { border-left: 4px solid var(--bad); padding-left: .75rem; }
-.own { color: var(--faint); }
+p.own, summary.own { color: var(--faint); }
 figure { margin: 1rem 0; }
 figcaption { color: var(--faint); font-size: .92rem; }
 img { max-width: 100%; height: auto; background: #fff; }
@@ -90,6 +90,7 @@ PRINT = """\
   section { break-inside: auto; }
   h2 { break-after: avoid; }
   figure, table { break-inside: avoid; }
+  .guess::details-content { content-visibility: visible; }
   svg { max-width: 100%; height: auto; }
 """
 

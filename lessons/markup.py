@@ -44,6 +44,7 @@ def prose(lines):
             blocks.append((drawn, [line]))
     for drawn, block in blocks:
         if block:
+            drawn = drawn and (len(block) > 1 or block[0][0] == " ")
             text = escape("\n".join(block))
             found.append(scrolled(tag("pre", text)) if drawn else tag("p", text))
     return "\n".join(found)

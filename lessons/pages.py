@@ -4,7 +4,8 @@
 
 Each lesson is run once, on four thread ranks, and its page shows what that run printed: no page
 says more. The bodies of the exercises' functions are on no page. A second build is the same byte
-for byte, but for sections that rest on a clock, which have class "clock", and <time> elements.
+for byte, but for what rests on a clock (<time>, sections of class "clock" and their pictures) or,
+under a planted bug, on which rank met it first (class "symptoms").
 """
 import functools
 import importlib
@@ -141,23 +142,27 @@ def index(names):
         tag("a", escape(title), href=f"{name}.html"), escape(question))))
         for name, title, question in order)
     first, _, rest = inspect.getdoc(minidist).partition("\n\n")
-    modules = [p.relative_to(ROOT).with_suffix("") for p in (ROOT / "minidist").rglob("*.py")]
-    atlas = re.sub(r"\b[a-z_]+\b", lambda word: linked(word[0], modules),
-                   escape(rest.rpartition("\n\n")[0]))
     return page("minidist", "\n".join([
         tag("h1", "minidist"), tag("p", escape(first), class_="question"),
         tag("h2", "Lessons, in reading order", id="lessons"),
         tag("table", f"<tbody>\n{rows}\n</tbody>", class_="toc"),
         own("Step by step", "h2", id="pictures"),
         tag("p", tag("a", "schedules and meshes", href="stepping.html")),
-        tag("h2", "The library", id="library"), scrolled(tag("pre", atlas)),
-        own("Each line of a lesson's page was printed by a run of that lesson.")]))
+        tag("h2", "The library", id="library"), atlas(rest.rpartition("\n\n")[0].splitlines()),
+        own("What a lesson's page says, a run of that lesson printed; beside it stand the "
+            "lesson's source and the library's.")]))
 
 
-def linked(word, modules):
-    """A name on the map, with a link to its module where there is exactly one."""
-    found = [".".join(path.parts) for path in modules if path.name == word]
-    return tag("a", word, href=f"source/{found[0]}.html") if len(found) == 1 else word
+def atlas(lines):
+    """The map of the library, with links in its last column."""
+    column, room, found = re.search(r"\S\s+\S.*?\s{2,}(\S)", lines[0]).start(1), "", []
+    for line in lines:
+        head, names = line[:column], line[column:]
+        if head.strip() and head[4] != " ":
+            room = head.split("/")[0].strip() + "." if "/" in head else ""
+        found.append(escape(head) + re.sub(r"\w+", lambda word, room=room: tag(
+            "a", word[0], href=f"source/minidist.{room}{word[0]}.html"), names))
+    return scrolled(tag("pre", "\n".join(found)))
 
 
 def stepping_page(names):
@@ -203,11 +208,21 @@ def lesson_page(plan, record, names):
         if heading is None:
             parts += content
             continue
-        parts.append(section(number, heading, content))
+        parts.append(section(number, heading, symptoms(events, content)))
         if heading.title == "Takeaway" and plan.exercise:
             parts.append(assignment(plan))
     more = [("stepping.html", "step by step")] if steps(plan.name) else []
     return page(plan.title, "\n".join(parts), [("index.html", "course"), *around, *more])
+
+
+def symptoms(events, content):
+    """Put what a planted bug does into an element of its own: between its code and who caught it"""
+    caught = [i for i, event in enumerate(events) if "CAUGHT" in " ".join(event.lines)]
+    if not caught:
+        return content
+    first = 1 + next(i for i, event in enumerate(events) if event.kind == "code")
+    shown = tag("aside", "\n".join(content[first:caught[0]]), class_="symptoms")
+    return [*content[:first], shown, *content[caught[0]:]]
 
 
 def section(number, heading, content):

@@ -102,7 +102,9 @@ class Proving:
             self._record(self.checks, message, name=f"{name}, asked alone",
                          error=float(rank is not None), bound=0.0, ok=rank is None)
         if not (self.terse or any(map(any, everyone))):
-            self.say(f"{'asked one by one: ' + ', '.join(gaps):56}        0 (bound 0)  ok")
+            text = f"asked one by one: {', '.join(gaps)}"
+            self.say(f"{text:56}        0 (bound 0)  ok", kind="check", text=text,
+                     found="0 (bound 0)  ", mark="ok")
 
     def _record(self, records, message, **record):
         """Remember one result, and why it is wrong where it is."""

@@ -36,17 +36,26 @@ class Record(io.StringIO):
         return found
 
 
-def timed(function):
-    """Does what a screen shows rest on a clock, by its own code or that of its lesson's helpers?"""
-    names, seen, todo = function.__globals__, set(), [function]
+def timed(screen):
+    """Does what a screen shows rest on a clock, by its own code or by that of lessons' helpers?"""
+    seen, todo = set(), [screen]
     while todo:
-        helper = todo.pop()
-        if helper in seen:
+        function = todo.pop()
+        if function in seen:
             continue
-        seen.add(helper)
-        text = inspect.getsource(helper)
+        seen.add(function)
+        text = inspect.getsource(function)
         if CLOCK.search(text):
             return True
-        called = map(names.get, set(re.findall(r"\b[a-z_]\w*\b", text)))
-        todo += [f for f in called if inspect.isfunction(f) and f.__module__ == function.__module__]
+        todo += [f for f in named(text, function.__globals__)
+                 if inspect.isfunction(f) and f.__module__.startswith("lessons.")]
     return False
+
+
+def named(text, names):
+    """What the names in a text stand for, and names of modules' functions such as clock.best."""
+    for module, name in re.findall(r"(?:\b(\w+)\.)?\b([a-z_]\w*)\b", text):
+        if inspect.ismodule(names.get(module)):
+            yield getattr(names[module], name, None)
+        elif not module:
+            yield names.get(name)
