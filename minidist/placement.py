@@ -300,6 +300,8 @@ def merge(arrays, mesh):
 
     Where several stages hold a name, the first one's array counts.  Collective"""
     comm, found = mesh[[axis for axis in AXES if AXES[axis].stages]], {}
+    if comm.size == 1:
+        return {name: x.copy() for name, x in arrays.items()}
     mine = [[name, x.dtype.str, x.shape] for name, x in arrays.items()]
     for stage, held in enumerate(notes(mine, comm)):
         for name, dtype, shape in held:

@@ -35,9 +35,10 @@ def unequal_replicas(params, mesh):
 def replicas(params, mesh):
     """List the groups that hold the same parameters.  [(Comm, [parameter])], alike on all ranks"""
     found = {}
+    lying = [(p, {axis: one for key, one in p.placements.items() for axis in mesh.factors([key])})
+             for p in params]
     for axis in mesh.grid:
-        for p in params:
-            placed = {a: one for key, one in p.placements.items() for a in mesh.factors([key])}
+        for p, placed in lying:
             one = placed.get(axis)
             if one is None or isinstance(one, Held):
                 comm = mesh[axis] if one is None else one.comm

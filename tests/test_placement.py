@@ -265,6 +265,16 @@ def test_lay_is_the_inverse_of_join(sizes):
     assert run_threads(count, fn) == [True] * count
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_everything_is_a_copy_with_one_stage_as_with_two(pp):
+    def body(comm):
+        p = parameter(np.arange(3.0))
+        whole = placement.everything([p], DeviceMesh(comm, pp=pp))
+        p.data += 1
+        assert whole["w"].tolist() == [0, 1, 2]
+    run_threads(pp, body)
+
+
 def test_pieces_join_without_their_padding_too():
     def fn(comm):
         flat = Flat((5,), comm)

@@ -116,7 +116,8 @@ class Module:
 
     def parameters(self):
         """List the parameters, tied ones once, in the order of the forward pass."""
-        return list({id(p): p for _, _, p in self.slots()}.values())
+        held = (thing for _, found in self.walk() for _, thing in found)
+        return list({id(p): p for p in held if isinstance(p, Parameter)}.values())
 
     def named_parameters(self):
         """List (name, parameter), tied ones once."""
