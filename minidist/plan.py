@@ -101,6 +101,8 @@ def lost(took, best):
 
 def main():
     args = request.parser().parse_args()
+    if (args.calibrate or args.tried) and environment.launched():
+        raise BadInput("what is measured starts its own ranks; leave out -n and mpirun")
     files.ready(args.json, args.calibrate)
     if environment.rank() != 0:
         return 0

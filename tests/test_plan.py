@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from minidist import cost, estimate, plan, published, search
+from minidist import BadInput, cost, estimate, plan, published, search
 from minidist.estimate import CARDS, Job, Shares
 from minidist.ranks import launch
 from minidist.request import MODELS
@@ -140,7 +140,7 @@ def test_the_command_shows_a_plan_and_what_lost(tmp_path):
     assert shown.count("tried: median") == shown.count("0's figures") == 2
 
 
-@pytest.mark.parametrize("argv, words", [
+REFUSED = [
     ([], "how many cards"), (["--cards", "8"], "say which model"),
     (["--cards", "8", "--model", "gpt3", "--params", "7e9"], "say which model"),
     (["--cards", "8", "--params", "0"], "out of range"),
@@ -152,7 +152,17 @@ def test_the_command_shows_a_plan_and_what_lost(tmp_path):
     (["--cards", "8", "--model", "gpt3", "--card", "b9000"], "b9000 is nothing that"),
     (["--cards", "8", "--model", "gpt3", "--network", "0"], "out of range"),
     (["--cards", "8", "--model", "gpt3", "--try"], "give it --preset"),
-    (["--cards", "8", "--model", "llama3-405b"], "GB too much; use --cards 128")])
+    (["--cards", "8", "--model", "llama3-405b"], "GB too much; use --cards 128")]
+
+
+def test_what_is_measured_starts_its_own_ranks(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plan", "--calibrate", "here.json"])
+    monkeypatch.setattr(plan.environment, "launched", lambda: True)
+    with pytest.raises(BadInput, match="leave out -n and mpirun"):
+        plan.main()
+
+
+@pytest.mark.parametrize("argv, words", REFUSED)
 def test_what_cannot_be_is_one_sentence_and_status_2(argv, words, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["plan", *argv])
     with pytest.raises(SystemExit) as ending:
