@@ -174,7 +174,8 @@ TAKEAWAY = "Ask what runs out first; cut that, and pay where there is most left.
 FIELD = ("Calculon, vTrain, llm-analysis; Megatron's theoretical_memory_usage; the scaling book's "
          "rooflines")
 TRY = ["python -m minidist.plan --model llama3-405b --cards 8192 --card h100: what fills a card?",
-       "python -m minidist.plan --published: which runs miss most, and why those?"]
+       "python -m minidist.plan --calibrate here.json; --preset mini --batch 8 --card here.json "
+       "--try: is the plan that comes first the fastest on your machine?"]
 SCREENS = [the_tree, the_search, heavy_traffic, prove, no_activations]
 
 if __name__ == "__main__":
