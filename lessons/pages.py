@@ -211,7 +211,8 @@ def lesson_page(plan, record, names):
         parts.append(section(number, heading, symptoms(events, content)))
         if heading.title == "Takeaway" and plan.exercise:
             parts.append(assignment(plan))
-    more = [("stepping.html", "step by step")] if steps(plan.name) else []
+    more = [(f"source/lessons.{plan.name}.html", "its source")]
+    more += [("stepping.html", "step by step")] if steps(plan.name) else []
     return page(plan.title, "\n".join(parts), [("index.html", "course"), *around, *more])
 
 
