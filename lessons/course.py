@@ -66,11 +66,11 @@ def course(plans, pythons):
         plans, pythons).items()}
     found["students/README.md"] = overview(plans).encode()
     found["teacher/README.md"] = for_the_teacher(plans).encode()
-    library = strip.files()
+    library, version = strip.files(), strip.asked(pythons[0], {})[1]
     for plan in plans:
         found |= assignment(plan) | gradescope(plan, library) | autolab(plan, library)
         found[f"teacher/github/{plan.name}/.github/workflows/classroom.yml"] = (
-            workflow(plan).encode())
+            workflow(plan, version).encode())
     return found
 
 
@@ -147,7 +147,7 @@ def autolab(plan, library):
     return {f"{where}/autograde.tar": out.getvalue(), f"{where}/autograde-Makefile": makefile}
 
 
-def workflow(plan):
+def workflow(plan, version):
     """A workflow that GitHub Classroom runs, with a test for each function."""
     runners = {f.__name__: f.__name__.replace("_", "-") for f in plan.exercise}
     tests = [handouts.TEST.format(name=name, runner=runner, lesson=plan.name,
@@ -157,7 +157,7 @@ def workflow(plan):
                for runner in runners.values()]
     return handouts.WORKFLOW.format(
         lesson=plan.name, paper=f"assignments/{plan.name}/{plan.name}.py", needs=handouts.NEEDS,
-        python=".".join(map(str, sys.version_info[:2])), tests="".join(tests),
+        python=version, tests="".join(tests),
         results="".join(results), runners=",".join(runners.values()))
 
 

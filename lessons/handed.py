@@ -13,8 +13,6 @@ import marshal
 import sys
 import types
 
-from minidist import BadInput
-
 
 def codes(module, source, names):
     """Compile functions of a module.  -> {name: base64 text}"""
@@ -33,8 +31,10 @@ def fill(names, *functions):
     """Give functions, names in a module's globals, the bodies that were compiled for them."""
     from lessons.handed_code import CODE, PYTHONS
     if version() not in CODE:
-        raise BadInput(f"this package was made for Python {', '.join(PYTHONS)}, and this is "
-                       f"{sys.version.split()[0]}; use one of these, or ask for another package")
+        print(f"error: this package was made for Python {', '.join(PYTHONS)}, and this is "
+              f"{sys.version.split()[0]}; use one of these, or ask for another package",
+              file=sys.stderr)
+        sys.exit(2)                                          # an import, before any command runs
     for name in functions:
         here = names[name].__code__                          # where its signature stands
         code = marshal.loads(base64.b64decode(CODE[version()][names["__name__"]][name]))

@@ -17,7 +17,7 @@ from minidist import BadInput
 TOP = ("setup.cfg", "pyproject.toml", "LICENSE")
 ONLY_OURS = {"lessons/course.py", "lessons/strip.py", "lessons/handouts.py"}
 COMPILE = ("import json, sys; from lessons import handed; print(json.dumps([handed.version(), "
-           "sys.version.split()[0], {m: handed.codes(m, *both) for m, both in "
+           "'%d.%d' % sys.version_info[:2], {m: handed.codes(m, *both) for m, both in "
            "json.load(sys.stdin).items()}]))")
 
 
@@ -67,21 +67,26 @@ def without(text, names):
     return "\n".join(kept + rest + fill + lines[main[0] if main else len(lines):]).rstrip() + "\n"
 
 
+def asked(python, sources):
+    """Let an interpreter compile functions.  -> its magic number, its version, {module: codes}"""
+    try:
+        done = subprocess.run([python, "-c", COMPILE], input=json.dumps(sources), text=True,
+                              capture_output=True, cwd=Path(minidist.__file__).parent.parent)
+    except OSError as error:
+        raise BadInput(f"--python {python}: {error.strerror}; name an interpreter") from None
+    if done.returncode:
+        said = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+        raise BadInput(f"--python {python} cannot run this package ({said}); install what "
+                       "setup.cfg asks for there")
+    return json.loads(done.stdout)
+
+
 def compiled(sources, pythons):
     """The text of lessons/handed_code.py: code for each interpreter."""
     code, versions = {}, []
     for python in pythons:
-        try:
-            done = subprocess.run([python, "-c", COMPILE], input=json.dumps(sources), text=True,
-                                  capture_output=True, cwd=Path(minidist.__file__).parent.parent)
-        except OSError as error:
-            raise BadInput(f"--python {python}: {error.strerror}; name an interpreter") from None
-        if done.returncode:
-            said = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
-            raise BadInput(f"--python {python} cannot run this package ({said}); install what "
-                           "setup.cfg asks for there")
-        magic, version, found = json.loads(done.stdout)
+        magic, version, found = asked(python, sources)
         code[magic] = found
-        versions.append(version.rpartition(".")[0])
+        versions.append(version)
     return ('"""Bodies of the exercises, compiled: see lessons/handed.py."""\n'
             f"PYTHONS = {versions!r}\nCODE = {json.dumps(code, indent=0)}\n")

@@ -1,8 +1,11 @@
 """Calibrate: measure what this machine takes for what minidist.cost counts.
 
-    small GPTs, forward and backward, on all ranks at once   ->  flop, byte, weight, layer
-    the optimizer                                            ->  update
+    products of a layer's shapes, few tokens and many       ->  flop, weight
+    small GPTs, forward and backward, beside their products  ->  byte, layer
+    norm and optimizer                                       ->  update
     all_reduces of 1 KB to 4 MB                              ->  message, wire
+
+All ranks do the same at once, as they do in a training.
 
 Run:    python -m minidist.plan --calibrate here.json
 Lesson: python -m lessons.plan
@@ -26,8 +29,9 @@ from minidist.mesh import DeviceMesh
 from minidist.published import not_negative
 from minidist.ranks import environment, launch
 
+TOKENS = [128, 256, 512, 1024, 2048]
 PROBES = [(layers, width, context, rows) for width in (192, 384) for context, rows in (
-    (128, 1), (128, 8), (256, 1), (256, 4)) for layers in (1, 2)]
+    (128, 1), (256, 1), (256, 4), (256, 8)) for layers in (1, 2)]
 LENGTHS = [1 << n for n in (8, 12, 14, 16, 18, 20)]              # numbers of 4 bytes
 SECONDS = 1.0                                                    # for each measurement
 
@@ -53,7 +57,8 @@ def main():
 
 def look(world):
     """Measure, all ranks at once.  Collective  -> Machine"""
-    flop, byte, weight, layer = fit(*zip(*(passes(world, *probe) for probe in PROBES)))
+    flop, weight = fit(*zip(*(products(world, n) for n in TOKENS)))
+    byte, layer = fit(*zip(*(passes(world, *probe, flop, weight) for probe in PROBES)))
     message, wire = fit(*zip(*(exchange(world, n) for n in LENGTHS)))
     return Machine(world.size, ledger.memory() / world.size, flop, byte, weight, layer,
                    update(world), message, wire)
@@ -98,8 +103,20 @@ def clocked(world, run):
     return float(all_reduce(np.array([min(laps[1:])]), world, op="max")[0])
 
 
-def passes(world, layers, width, context, rows):
-    """Measure forward and backward of a small GPT.  -> what it computes, seconds"""
+def products(world, tokens, width=384):
+    """Measure the products of a linear layer, forward and backward.  -> FLOPs, bytes of weights"""
+    w = np.ones((4 * width, width), np.float32)
+    x, g = (np.ones((tokens, n), np.float32) for n in (width, 4 * width))
+
+    def run():
+        x @ w.T, g @ w, g.T @ x
+
+    return (3 * 2 * tokens * w.size, w.nbytes), clocked(world, run)
+
+
+def passes(world, layers, width, context, rows, flop, weight):
+    """Measure forward and backward of a small GPT.  -> bytes kept and layers, seconds beside those
+    of its products"""
     config = gpt.GPTConfig(vocab=64, context=context, width=width, heads=width // 64,
                            layers=layers)
     model = gpt.GPT(config, dtype=np.float32)
@@ -110,7 +127,9 @@ def passes(world, layers, width, context, rows):
         model(batch).backward()
 
     job = Job(layers, width, config.heads, 64, context, rows, rows=rows)
-    return work(job)[:4], clocked(world, run)
+    did, took = work(job), clocked(world, run)
+    own = flop * did.flops + weight * did.weights
+    return (did.kept, did.layers), max(took - own, 0.02 * took)
 
 
 def exchange(world, n):

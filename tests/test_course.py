@@ -156,12 +156,14 @@ def test_the_self_check_works_there(made):
     assert "from minidist.estimate import Held" in (students / "again.py").read_text()
 
 
-def test_another_python_is_refused_in_one_sentence(monkeypatch):
+def test_another_python_is_refused_in_one_sentence(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lessons.handed_code", type(sys)("lessons.handed_code"))
     sys.modules["lessons.handed_code"].CODE = {"00": {}}
     sys.modules["lessons.handed_code"].PYTHONS = ["3.9"]
-    with pytest.raises(BadInput, match="made for Python 3.9, and this is 3"):
+    with pytest.raises(SystemExit) as ending:
         handed.fill({"__name__": "minidist.flash"}, "merge")
+    assert ending.value.code == 2
+    assert "error: this package was made for Python 3.9, and this is 3" in capsys.readouterr().err
 
 
 def test_each_assignment_says_what_is_asked(made):
@@ -242,6 +244,7 @@ def test_github_classroom(made, tmp_path, kind):
     assert re.findall(r"max-score: (\d+)", flow) == ["1"] * 3
     runners = re.findall(r"id: (.*)", flow)
     assert f"runners: {','.join(runners)}" in flow
+    assert f'python-version: "{sys.version_info[0]}.{sys.version_info[1]}"' in flow
     assert all(f"{runner.upper()}_RESULTS: \"${{{{ steps.{runner}.outputs.result }}}}\"" in flow
                for runner in runners)
 

@@ -110,6 +110,7 @@ def test_a_calibration_on_thread_ranks(monkeypatch, tmp_path):
     monkeypatch.setattr(calibrate, "SECONDS", 0.0)
     monkeypatch.setattr(calibrate, "PROBES", [(1, 64, 8, n) for n in (1, 2, 3, 4)])
     monkeypatch.setattr(calibrate, "LENGTHS", [16, 4096])
+    monkeypatch.setattr(calibrate, "TOKENS", [2, 16])
     found, other = run_threads(2, calibrate.look)
     assert found == other and found.ranks == 2 and found.update > 0
     assert len(calibrate.told(found)) == 8
