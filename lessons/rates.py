@@ -109,10 +109,10 @@ def one_rank(world, layout):
     model = parallel.spread(setting.model(), mesh, layout.sequence, zero=layout.zero,
                             recompute=layout.recompute)
     optimizer = parallel.equip(setting.ADAMW(model.parameters()), model)
+    batch = setting.words(ROWS)
     if layout.offload:
         offload.attach(optimizer, model, offload.Host, world, layout.offload)
-    batch = setting.words(ROWS)
-    train_step(model, batch, optimizer, mesh, layout.microbatches)
+        train_step(model, batch, optimizer, mesh)           # the first one puts the state there
     before = moved(optimizer, layout)
     with world.counting() as count:
         train_step(model, batch, optimizer, mesh, layout.microbatches)
