@@ -380,3 +380,23 @@ def test_what_cannot_be_written_is_one_sentence(argv, said, monkeypatch):
     monkeypatch.setattr("sys.argv", ["lessons", *argv])
     with pytest.raises(BadInput, match=said):
         main()
+
+
+@pytest.mark.parametrize("ok, status", [(True, 0), (False, 1)])
+def test_a_lesson_that_fails_is_said(ok, status, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pages, "fixed", lambda names: [])
+    monkeypatch.setattr(pages, "lesson_page", lambda *all_of: "")
+    monkeypatch.setattr(pages, "run", lambda *all_of: (None, None, dict(seconds=0.0, ok=ok)))
+    assert pages.build(str(tmp_path / "new"), ["ring"]) == status
+    assert ("FAILED" in capsys.readouterr().out) is not ok
+
+
+def test_what_stops_half_way_leaves_nothing(tmp_path, monkeypatch):
+    def stop(*all_of):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pages, "fixed", lambda names: [("index.html", "")])
+    monkeypatch.setattr(pages, "run", stop)
+    with pytest.raises(KeyboardInterrupt):
+        pages.build(str(tmp_path / "new"), ["ring"])
+    assert not list(tmp_path.iterdir())
