@@ -88,6 +88,7 @@ def highlight(text, anchors):
     for token in tokens:
         begin, end = (starts[min(row - 1, len(starts) - 1)] + column
                       for row, column in (token.start, token.end))
+        begin = max(begin, at)                           # the middle of an f-string may say less
         if style := colour(token, before):
             first = anchors and style == "d" and before.start[1] == 0 and token.string not in seen
             seen.add(token.string)
@@ -106,7 +107,7 @@ def colour(token, before):
         return "k"
     if token.type == tokenize.COMMENT:
         return "c"
-    return "s" if token.type == tokenize.STRING else None
+    return "s" if "STRING" in tokenize.tok_name[token.type] else None
 
 
 def unsolved(text, names):

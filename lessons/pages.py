@@ -83,7 +83,7 @@ def fixed(names):
     yield "step.js", look.SCRIPT
     left_out = solutions()
     for path in sources():
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        module = module_of(path)
         hidden = {name for where, name in left_out if where == module}
         yield f"source/{module}.html", source_page(module, path, hidden, names)
 
@@ -92,6 +92,10 @@ def sources():
     """The files that are shown: the library, and the lessons' own scripts."""
     return sorted((ROOT / "minidist").rglob("*.py")) + [
         ROOT / "lessons" / f"{name}.py" for name in script.names()]
+
+
+def module_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 @functools.cache

@@ -118,6 +118,14 @@ def test_pages_are_valid_and_their_links_lead_somewhere(built, read):
             assert not anchor or anchor in read[target].ids, f"{path} links to {link}"
 
 
+def test_source_is_shown_to_the_letter(read):
+    """But for the bodies that are left out."""
+    for path in pages.sources():
+        page = read[f"source/{pages.module_of(path)}.html"]
+        hidden = {name for module, name in pages.solutions() if module == pages.module_of(path)}
+        assert page.code == [path.read_text()] if not hidden else markup.LEFT_OUT in page.code[0]
+
+
 @pytest.mark.parametrize("text", [
     "<p>", "</p>", "<p><b></p></b>", '<p id="a"></p><p id="a"></p>', '<img src="x">', "",
     "<h1></h1>", "<main>text</main>"])
