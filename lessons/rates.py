@@ -33,7 +33,8 @@ TRADES = {
     "pp": (dict(pp=4, microbatches=4), "P G O for idle time"),
     "recompute blocks": (dict(recompute="blocks"), "A for compute"),
     "recompute attention": (dict(recompute="attention"), "T x T for little compute"),
-    "offload": (dict(offload=4096), "O for the bandwidth of another link")}
+    "offload": (dict(offload=4096), "O for the bandwidth of another link"),
+    "fp16": (dict(dp=4, state=6, scaled=True), "half of A and of what is sent, for a loss scale")}
 
 
 def on_a_small_one(lesson):
@@ -60,12 +61,12 @@ def on_a_large_one(lesson):
                    why="one more forward to a forward and a backward of two",
                    mistakes={100: "only the forward runs again", 50: "backward counts double"})
     rows = []
-    for name, (axes, why) in TRADES.items():
+    for name, (axes, why) in list(TRADES.items())[:-1]:            # all of them are in fp16
         eight = {key: 8 if value == 4 else value for key, value in axes.items()}
         if "offload" in axes:
             eight["offload"] = 1 << 26                      # bytes of a chunk
         rows_of_it = 8 if "dp" in axes or "pp" in axes else 1
-        step = cost.step(replace(cost.GPT3, B=rows_of_it), Layout(**eight, state=6))
+        step = cost.step(replace(cost.GPT3, B=rows_of_it), Layout(**{"state": 6, **eight}))
         alive = min(eight.get("pp", 1), eight.get("microbatches", 1))   # micro-batches at a time
         rows.append([name, kit.size(sum(step.held[:3])), kit.size(alive * step.held.activations),
                      kit.size(sum(price.bytes for price in step.sent.values())), why])
@@ -106,8 +107,9 @@ def counted(name, layout):
 
 def one_rank(world, layout):
     mesh = DeviceMesh(world, **{axis: getattr(layout, axis) for axis in AXES})
-    model = parallel.spread(setting.model(), mesh, layout.sequence, zero=layout.zero,
-                            recompute=layout.recompute)
+    model = parallel.spread(setting.model(dtype=np.float32), mesh, layout.sequence,
+                            zero=layout.zero, recompute=layout.recompute,
+                            precision="fp16" if layout.scaled else None)
     optimizer = parallel.equip(setting.ADAMW(model.parameters()), model)
     batch = setting.words(ROWS)
     if layout.offload:
@@ -132,8 +134,7 @@ def moved(optimizer, layout):
 
 def predicted(layout):
     """The same by formula.  A: what forward has kept when it ends, of one micro-batch."""
-    sizes = cost.Sizes.of(setting.model().config, B=ROWS, w=8)
-    step = cost.step(sizes, layout)
+    sizes, step = small(layout), cost.step(small(layout), layout)
     A = {"blocks": cost.recomputed_activations(sizes, 1)[0],
          "attention": cost.selective_activations(sizes)}.get(
              layout.recompute, step.held.activations)
@@ -144,7 +145,12 @@ def predicted(layout):
 
 def computed(layout):
     """FLOPs of rank 0's products, by formula."""
-    return cost.step(cost.Sizes.of(setting.model().config, B=ROWS, w=8), layout).flops
+    return cost.step(small(layout), layout).flops
+
+
+def small(layout):
+    """The small GPT as cost takes it, in float32 or fp16; losses are summed in float32."""
+    return cost.Sizes.of(setting.model().config, B=ROWS, w=2 if layout.scaled else 4, loss=4)
 
 
 def prove(lesson):
