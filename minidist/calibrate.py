@@ -58,7 +58,9 @@ def main():
 def look(world):
     """Measure, all ranks at once.  Collective  -> Machine"""
     flop, weight = fit(*zip(*(products(world, n) for n in TOKENS)))
-    byte, layer = fit(*zip(*(passes(world, *probe, flop, weight) for probe in PROBES)))
+    did, took = zip(*(passes(world, *probe) for probe in PROBES))
+    known = np.array([flop * each.flops + weight * each.weights for each in did])
+    byte, layer = fit([(each.kept, each.layers) for each in did], took, known)
     message, wire = fit(*zip(*(exchange(world, n) for n in LENGTHS)))
     return Machine(world.size, ledger.memory() / world.size, flop, byte, weight, layer,
                    update(world), message, wire)
@@ -81,10 +83,12 @@ def billions(seconds):
     return 1e-9 / seconds if seconds else float("inf")
 
 
-def fit(rows, times):
-    """Find constants with which the relative errors are smallest.  -> [constant]"""
+def fit(rows, times, known=0):
+    """Find constants with which the relative errors are smallest.  -> [constant]
+
+    known: the part of each time that is explained already."""
     times = np.array(times)
-    return not_negative(np.array(rows) / times[:, None], np.ones(len(times))).tolist()
+    return not_negative(np.array(rows) / times[:, None], 1 - known / times).tolist()
 
 
 def clocked(world, run):
@@ -114,9 +118,8 @@ def products(world, tokens, width=384):
     return (3 * 2 * tokens * w.size, w.nbytes), clocked(world, run)
 
 
-def passes(world, layers, width, context, rows, flop, weight):
-    """Measure forward and backward of a small GPT.  -> bytes kept and layers, seconds beside those
-    of its products"""
+def passes(world, layers, width, context, rows):
+    """Measure forward and backward of a small GPT.  -> Work, seconds"""
     config = gpt.GPTConfig(vocab=64, context=context, width=width, heads=width // 64,
                            layers=layers)
     model = gpt.GPT(config, dtype=np.float32)
@@ -127,9 +130,7 @@ def passes(world, layers, width, context, rows, flop, weight):
         model(batch).backward()
 
     job = Job(layers, width, config.heads, 64, context, rows, rows=rows)
-    did, took = work(job), clocked(world, run)
-    own = flop * did.flops + weight * did.weights
-    return (did.kept, did.layers), max(took - own, 0.02 * took)
+    return work(job), clocked(world, run)
 
 
 def exchange(world, n):

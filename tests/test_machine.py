@@ -103,6 +103,9 @@ def test_constants_are_found_again():
     rows, constants = draw.uniform(1, 9, (12, 4)), [1e-3, 0.0, 2e-2, 5.0]
     assert calibrate.fit(rows, rows @ constants) == pytest.approx(constants, abs=1e-9)
     assert min(calibrate.fit(rows, rows @ [1, -0.2, 1, 1])) == 0
+    whole = rows @ [2.0, 3.0, 4.0, 5.0]
+    assert calibrate.fit(rows[:, :2], whole, whole - rows[:, :2] @ [2.0, 3.0]) == pytest.approx(
+        [2, 3])
 
 
 def test_a_calibration_on_thread_ranks(monkeypatch, tmp_path):
