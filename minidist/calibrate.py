@@ -33,7 +33,7 @@ TOKENS = [128, 256, 512, 1024, 2048]
 PROBES = [(layers, width, context, rows) for width in (192, 384) for context, rows in (
     (128, 1), (256, 1), (256, 4), (256, 8)) for layers in (1, 2)]
 LENGTHS = [1 << n for n in (8, 12, 14, 16, 18, 20)]              # numbers of 4 bytes
-SECONDS = 1.0                                                    # for each measurement
+SECONDS = 0.7                                                    # for each measurement
 
 
 def measure(ranks):
@@ -92,9 +92,9 @@ def fit(rows, times, known=0):
 
 
 def clocked(world, run):
-    """Let all ranks do the same at once, for a second or so.  -> least seconds, of the slowest rank
+    """Let all ranks do the same at once, for a while.  -> least seconds, of the slowest rank
 
-    Noise only adds; the first time warms up, and says how often a second has room for."""
+    Noise only adds; the first time warms up, and the next says how often."""
     laps, turns = [], 2
     while len(laps) < turns:
         world.barrier()
