@@ -1,7 +1,7 @@
 """Calibrate: measure what this machine takes for what minidist.cost counts.
 
     products of a layer's shapes, few tokens and many       ->  flop, weight
-    small GPTs, forward and backward, beside their products  ->  byte, layer
+    small GPTs, forward and backward, beside their products  ->  byte, layer, end
     norm and optimizer                                       ->  update
     all_reduces of 1 KB to 4 MB                              ->  message, wire
 
@@ -60,10 +60,10 @@ def look(world):
     flop, weight = fit(*zip(*(products(world, n) for n in TOKENS)))
     did, took = zip(*(passes(world, *probe) for probe in PROBES))
     known = np.array([flop * each.flops + weight * each.weights for each in did])
-    byte, layer = fit([(each.kept, each.layers) for each in did], took, known)
+    byte, layer, end = fit([(each.kept, each.layers, each.ends) for each in did], took, known)
     message, wire = fit(*zip(*(exchange(world, n) for n in LENGTHS)))
     return Machine(world.size, ledger.memory() / world.size, flop, byte, weight, layer,
-                   update(world), message, wire)
+                   end, update(world), message, wire)
 
 
 def told(machine):
@@ -73,6 +73,7 @@ def told(machine):
             f"kept       {billions(machine.byte):8.1f} GB/s, what layers keep and backward reads",
             f"weights    {billions(machine.weight):8.1f} GB/s, those that a pass goes through",
             f"layer      {1e6 * machine.layer:8.0f} us, whatever its size",
+            f"ends       {billions(machine.end):8.1f} GB/s, tokens in the embedding and the head",
             f"update     {1e9 * machine.update:8.2f} ns, norm and AdamW, of a parameter",
             f"message    {1e6 * machine.message:8.0f} us",
             f"wire       {billions(machine.wire):8.1f} GB/s"]

@@ -1,10 +1,11 @@
 """Machine: what a step of minidist takes, and holds, on the computer that it runs on.
 
     seconds = flop x FLOPs + byte x bytes kept and read + weight x bytes of weights, each pass
-              + layer x layers, each pass + update x parameters          what ranks compute
+              + layer x layers, each pass + end x bytes of tokens where words enter and leave
+              + update x parameters                                      what ranks compute
               + message x messages + wire x bytes sent                   what they exchange
 
-The seven constants are measured, see minidist.calibrate; all that they are multiplied by is counted
+The eight constants are measured, see minidist.calibrate; all that they are multiplied by is counted
 by minidist.cost, which is held to every byte.  So is what a rank holds.
 
 Run:    python -m minidist.plan --calibrate here.json
@@ -28,6 +29,7 @@ class Machine:
     byte: float                 # that a layer keeps and backward reads
     weight: float               # byte of the weights that a pass goes through
     layer: float                # whatever its size: Python, NumPy
+    end: float                  # byte of the tokens, in the embedding and in the head
     update: float               # parameter: norm, optimizer
     message: float
     wire: float                 # byte that is sent
@@ -100,6 +102,7 @@ class Work(NamedTuple):
     kept: float                 # bytes, all micro-batches together
     weights: float              # bytes, once for every pass
     layers: float               # once for every pass
+    ends: float                 # bytes of tokens that are looked up, and that become scores
     updated: float              # parameters
 
 
@@ -110,8 +113,10 @@ def work(job, stage=0, step=None):
     step = step or steps(job)[stage]
     plain = cost.step(sizes(job), replace(layout(job), recompute=None, zero=0), pp=stage).held
     passes = job.microbatches * (4 / 3 if job.again == "blocks" else 1)
+    tokens = 4 * job.tokens * job.D
     return Work(step.flops, plain.activations * passes, plain.parameters * passes,
-                cost.chunks(job.L, job.pp)[stage] * passes, step.held.optimizer / 8)
+                cost.chunks(job.L, job.pp)[stage] * passes,
+                tokens * (stage == 0) + tokens * (stage == job.pp - 1), step.held.optimizer / 8)
 
 
 def seconds(job, machine):
@@ -121,7 +126,7 @@ def seconds(job, machine):
         did = work(job, stage, step)
         products = machine.flop * did.flops
         memory = (machine.byte * did.kept + machine.weight * did.weights
-                  + machine.layer * did.layers)
+                  + machine.layer * did.layers + machine.end * did.ends)
         sent = {"tp": 0, "cp": 0, "pp": 0, "dp": 0}
         for axes, price in step.sent.items():
             axis = "dp" if "dp" in axes else "pp" if "pp" in axes else axes.split("-")[0]

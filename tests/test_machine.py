@@ -18,7 +18,7 @@ from minidist.ranks.comm import run_threads
 from minidist.step import train_step
 from tests.test_strategies import Watch
 
-HERE = Machine(2, 1e9, 1e-10, 2e-10, 3e-11, 1e-4, 5e-9, 2e-5, 3e-10)
+HERE = Machine(2, 1e9, 1e-10, 2e-10, 3e-11, 1e-4, 1e-10, 5e-9, 2e-5, 3e-10)
 AXES = "pp", "dp", "cp", "tp"
 
 
@@ -80,7 +80,7 @@ def test_memory_is_that_of_the_ledger(seed):
 
 def test_time_is_the_sum_of_what_is_counted():
     """With one constant at a time: FLOPs, bytes sent, parameters that are updated."""
-    nothing = Machine(2, 1e9, *[0.0] * 7)
+    nothing = Machine(2, 1e9, *[0.0] * 8)
     job = Job(4, 48, 12, 32, 24, 8, dp=2, rows=4)
     sizes = cost.Sizes(B=8, T=24, D=48, H=12, V=32, L=4)
     step = cost.step(sizes, machine.layout(job))
@@ -93,6 +93,8 @@ def test_time_is_the_sum_of_what_is_counted():
         nothing, wire=1.0).seconds(cut).tp
     stages = replace(job, dp=1, pp=2, rows=2)
     assert replace(nothing, layer=1.0).seconds(stages)[1:6] == (8, 0, 0, 0, 8 / 4)
+    assert replace(nothing, end=1.0).seconds(job).all == 2 * 4 * 4 * 24 * 48
+    assert replace(nothing, end=1.0).seconds(stages)[1] == 8 * 24 * 48 * 4
     again = replace(job, again="blocks")
     assert replace(nothing, layer=3.0).seconds(again).all == pytest.approx(16)
 
@@ -116,7 +118,7 @@ def test_a_calibration_on_thread_ranks(monkeypatch, tmp_path):
     monkeypatch.setattr(calibrate, "TOKENS", [2, 16])
     found, other = run_threads(2, calibrate.look)
     assert found == other and found.ranks == 2 and found.update > 0
-    assert len(calibrate.told(found)) == 8
+    assert len(calibrate.told(found)) == 9
     path = tmp_path / "here.json"
     path.write_text(json.dumps(machine.written(found)))
     assert machine.read(path) == found
